@@ -1,0 +1,87 @@
+# Every verb sets up all that it needs first: a Python >= 3.11 is found, .venv is made and the pinned packages are
+# installed. Later calls find the stamp and start at once; a change of pyproject.toml or constraints.txt renews it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+# Tried in this order. A name that exists may still be too old or an empty shim, so each one is run.
+PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help run test lint bench docs clean
+help: ## list the verbs
+	@echo "make VERB [ARGS=...]"
+	@sed -nE 's/^([a-z]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 10
+
+run: $(STAMP) ## compare the scheduling policies on one workload; the report is build/report.html
+	@mkdir -p build
+	$(VENV)/bin/tangram sim coding --batch 128 --cores 32 --policies pods:0.5,fcfs,paper,adaptive --seeds 3 --report build/report.html $(ARGS)
+
+# Bounded, because on a large machine one process per core would mostly start processes.
+test: $(STAMP) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
+	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+lint: $(STAMP) ## check format, lint rules and types
+	@$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/ruff check src tests
+	$(VENV)/bin/mypy
+
+bench: $(STAMP) ## run the benchmarks; ARGS=--quick for a short look
+	@$(VENV)/bin/tangram bench all $(ARGS)
+
+docs: $(STAMP) ## write the generated pages of docs/ anew
+	@$(VENV)/bin/python -m tangram.cli.reference
+
+clean: ## delete build/ and all caches; .venv stays, delete it by hand to start over
+	@rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .venv whose Python does not start (a system upgrade removed it, a creation was interrupted) counts as absent.
+ifneq ($(shell $(VENV)/bin/python -c 'import pip' 2>&1 || echo broken),)
+$(STAMP): FORCE
+endif
+.PHONY: FORCE
+FORCE:
+
+# The build backend goes in first and the build runs in .venv, because constraints do not reach pip's isolated builds.
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(VENV)/bin/python -c 'import pip' 2>/dev/null; then
+	  python=
+	  for candidate in $(PYTHONS); do
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi
+	  done
+	  if [ -z "$$python" ]; then
+	    echo "Tangram needs Python >= 3.11, and none of these is one: $(PYTHONS)." >&2
+	    echo "Install it (Debian 12 or later, Ubuntu 24.04 or later: apt-get install python3 python3-venv) and try again." >&2
+	    exit 1
+	  fi
+	  if ! $$python -c 'import ensurepip, venv' 2>/dev/null; then
+	    if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+	      echo "$$python cannot make virtual environments. Install what is missing and try again:" >&2
+	      echo "    sudo apt-get install $$python-venv" >&2
+	      exit 1
+	    fi
+	    echo "installing $$python-venv"
+	    export DEBIAN_FRONTEND=noninteractive
+	    # Old package lists may do; a machine without any needs new ones first.
+	    apt-get install -y -qq --no-install-recommends "$$python-venv" >/dev/null 2>&1 || {
+	      apt-get update -qq
+	      apt-get install -y -qq --no-install-recommends "$$python-venv" >/dev/null
+	    }
+	  fi
+	  echo "making $(VENV) with $$($$python -V)"
+	  $$python -m venv --clear $(VENV)
+	fi
+	echo "installing packages into $(VENV)"
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt hatchling editables
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@

@@ -1,0 +1,31 @@
+"""Tangram: action-level scheduling of the resources outside an RL training cluster."""
+
+from tangram.core.action import Action, Outcome, Status
+from tangram.core.demand import Amounts, Demand, between, cores, fixed, learned, one_of
+from tangram.core.messages import Pool, cpu_node
+from tangram.core.policies import policy
+from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.speedup import Amdahl, PowerLaw, Table
+from tangram.errors import TangramError
+
+__all__ = [
+    "Action",
+    "Amdahl",
+    "Amounts",
+    "Demand",
+    "Limits",
+    "Outcome",
+    "Pool",
+    "PowerLaw",
+    "Scheduler",
+    "Status",
+    "Table",
+    "TangramError",
+    "between",
+    "cores",
+    "cpu_node",
+    "fixed",
+    "learned",
+    "one_of",
+    "policy",
+]

@@ -1,0 +1,152 @@
+"""Action: one atomic use of outside resources, its states and what it ends with.
+
+Owns the record of an action, the table of transitions and the Outcome. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from tangram.core.demand import Demand
+from tangram.errors import InvalidAction, InvariantError
+
+ID_LENGTH_MAX = 200
+"""Ids are written in every log line; a longer one is a mistake or an attack."""
+
+PRIORITY_MAX = 100
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return not TRANSITIONS[self]
+
+    @property
+    def holds_units(self) -> bool:
+        """What is stopping still holds its units: only Finished gives them back."""
+        return self in (State.STARTING, State.RUNNING, State.STOPPING)
+
+
+TRANSITIONS: dict[State, tuple[State, ...]] = {
+    State.QUEUED: (State.STARTING, State.CANCELLED, State.FAILED),
+    State.STARTING: (State.RUNNING, State.STOPPING, State.QUEUED, State.FAILED),
+    State.RUNNING: (State.SUCCEEDED, State.FAILED, State.STOPPING, State.QUEUED),
+    State.STOPPING: (State.CANCELLED, State.FAILED),
+    State.SUCCEEDED: (),
+    State.FAILED: (),
+    State.CANCELLED: (),
+}
+"""Every allowed change of state. Back to QUEUED goes only an attempt that our side lost and that may be repeated."""
+
+
+def checked_transition(before: State, after: State, action_id: str) -> State:
+    if after not in TRANSITIONS[before]:
+        allowed = ", ".join(state.value for state in TRANSITIONS[before]) or "nothing: it has settled"
+        raise InvariantError(
+            f"action {action_id} cannot go from {before.value} to {after.value}; allowed from there: {allowed}"
+        )
+    return after
+
+
+class Status(enum.Enum):
+    """How an action ended, from the caller's side."""
+
+    SUCCEEDED = "succeeded"
+    """It ran to its end. A non-zero exit code or a wrong answer is still a result."""
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    """It never got in; the reason names the limit."""
+    LOST = "lost"
+    """Our side failed; never the agent's fault."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What an action really used, as its manager measured it."""
+
+    cpu_s: float = 0.0
+    throttled_s: float = 0.0
+    starved_s: float = 0.0
+    """Seconds in which it wanted CPU and got less than was reserved for it."""
+    memory_peak_bytes: int = 0
+    overhead_s: float = 0.0
+    """Seconds between Started and Finished that were ours, not the action's."""
+    spent: dict[str, int] | None = None
+    """Per spent pool kind, what was really spent where the grant was an estimate (tokens)."""
+
+
+NO_USAGE = Usage()
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The one end of an action."""
+
+    action: str
+    status: Status
+    reason: str = ""
+    waiting_s: float = 0.0
+    execution_s: float = 0.0
+    overhead_s: float = 0.0
+    usage: Usage = NO_USAGE
+    attempts: int = 0
+
+    @property
+    def act_s(self) -> float:
+        """Action completion time."""
+        return self.waiting_s + self.execution_s + self.overhead_s
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """One atomic use of outside resources by one trajectory."""
+
+    id: str
+    demand: Demand
+    run: str = "default"
+    """The training or evaluation run: the tenant of fair share."""
+    task: str = ""
+    """The RL task domain or data set item that the class of the action includes."""
+    trajectory: str = ""
+    sandbox: str = ""
+    """The sandbox it runs in, if any: it runs on the node that holds that sandbox's memory."""
+    kind: str = "exec"
+    key: str = ""
+    """The user's own word for actions that behave alike, such as "tests" or "grep"."""
+    service: str = ""
+    """The model service it calls, for actions on devices."""
+    duration_s: float | None = None
+    """A hint: seconds on one unit. None: learned."""
+    timeout_s: float | None = None
+    """Counts from Started."""
+    deadline_s: float | None = None
+    """Counts from submission."""
+    priority: int = 0
+    """Within its run, higher goes first."""
+    idempotent: bool = False
+    """It may run again after our side lost it."""
+
+    def __post_init__(self) -> None:
+        for field in ("id", "run"):
+            value = getattr(self, field)
+            if not value or len(value) > ID_LENGTH_MAX or not value.isprintable():
+                raise InvalidAction(field, value, f"1 to {ID_LENGTH_MAX} printable characters")
+        for field in ("task", "trajectory", "sandbox", "kind", "key", "service"):
+            value = getattr(self, field)
+            if len(value) > ID_LENGTH_MAX or not value.isprintable():
+                raise InvalidAction(field, value, f"at most {ID_LENGTH_MAX} printable characters")
+        for field in ("duration_s", "timeout_s", "deadline_s"):
+            seconds = getattr(self, field)
+            if seconds is not None and not 0.0 < seconds < math.inf:
+                raise InvalidAction(field, seconds, "a positive, finite number of seconds")
+        if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
+            raise InvalidAction("priority", self.priority, f"a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")

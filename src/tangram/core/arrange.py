@@ -1,0 +1,312 @@
+"""Arrange: the best division of units among candidates.
+
+Owns the optimisation that policies call: plain functions of numbers, without queues, pools or clocks. Candidates come
+in queue order, each with its admissible amounts and the seconds that it takes with each of them. Promises optima
+for *every* prefix of the candidates from one pass, because policies shorten the list only from its end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tangram.core.topology import level_of
+from tangram.errors import InvariantError
+
+Durations = Sequence[tuple[int, float]]
+"""What one candidate may get: (units, seconds), by increasing units, the seconds finite."""
+
+Counts = tuple[int, ...]
+"""How many chunks of each level are free."""
+
+_Way = tuple[float, int, "_Way | None"]
+"""(cost, units of the last candidate, the way before): a chain that is its own back-tracking table."""
+
+STATES_MAX = 1024
+"""Of one pass over units. Above it units are counted in coarser steps, always upwards, so that nothing is oversold.
+A node with 256 cores divided in quarters of a core is still exact."""
+
+EXPONENT_MAX = 0.98
+"""Above it 1 / (1 - p) explodes; the share of the smallest action is practically everything already."""
+
+TINY = 1e-300
+"""Keeps divisions defined where a share underflows."""
+
+
+class Arrangement:
+    """The optimum of every prefix of the candidates."""
+
+    __slots__ = ("_costs", "_trace")
+
+    def __init__(self, costs: list[float], candidates: int, trace: Callable[[int], tuple[int, ...]]) -> None:
+        self._costs = costs + [math.inf] * (candidates + 1 - len(costs))
+        self._trace = trace
+
+    def cost(self, count: int) -> float:
+        """The least sum of seconds of the first `count` candidates, all started now; infinite if they do not fit."""
+        return self._costs[count]
+
+    def choice(self, count: int) -> tuple[int, ...]:
+        """Units for each of the first `count` candidates that reach `cost(count)`."""
+        if math.isinf(self._costs[count]):
+            raise InvariantError(f"the first {count} candidates do not fit together")
+        return self._trace(count)
+
+
+# ---- units that are all alike -----------------------------------------------------------------------------------
+
+
+def arrange_units(durations: Sequence[Durations], units_max: int) -> Arrangement:
+    """Divide at most `units_max` units so that the sum of seconds is least.
+
+    Everyone gets its minimum in any case, so the state of the pass is only what was given out beyond the minima, in
+    steps of the largest common divisor of all such amounts: a rigid candidate adds no states, whatever odd number
+    of milli-cores it needs. Row i holds, for every state e, the least cost of the first i candidates with at most
+    e steps beyond their minima.
+    """
+    useful, budgets = _within(durations, units_max)
+    quantum = _quantum(useful, budgets[0])
+    steps = [[-(-(units - choices[0][0]) // quantum) for units, _ in choices] for choices in useful]
+    # Row i has as many states as the first i candidates leave; before each row lies infinity, where no state is.
+    pad = max((step[-1] for step in steps), default=0)
+    steps_max = sum(step[-1] for step in steps)
+    states = [min(budget // quantum, steps_max) + 1 for budget in budgets]
+    rows = np.full((len(useful) + 1, pad + states[0]), math.inf)
+    rows[0, pad:] = 0.0
+    picks = _fill(rows, pad, states, steps, useful)
+
+    def trace(count: int) -> tuple[int, ...]:
+        state = states[count] - 1
+        units = []
+        for i in reversed(range(count)):
+            pick = picks[i][state]
+            units.append(useful[i][pick][0])
+            state -= steps[i][pick]
+        return tuple(reversed(units))
+
+    costs = [float(rows[i, pad + states[i] - 1]) for i in range(len(useful) + 1)]
+    return Arrangement(costs, len(durations), trace)
+
+
+def _within(durations: Sequence[Durations], units_max: int) -> tuple[list[list[tuple[int, float]]], list[int]]:
+    """The choices worth having of the longest prefix that fits with its minima, and what each prefix leaves."""
+    useful: list[list[tuple[int, float]]] = []
+    budgets = [units_max]
+    for choices in durations:
+        if not choices or choices[0][0] > budgets[-1]:
+            break
+        budgets.append(budgets[-1] - choices[0][0])
+        useful.append(_faster(choices, units_max))
+    budgets[0] = budgets[min(1, len(useful))]  # whoever is first takes its minimum: more states are never reached
+    return useful, budgets
+
+
+def _faster(choices: Durations, units_max: int) -> list[tuple[int, float]]:
+    """Only amounts that are faster than every smaller one: more units for nothing are never the best use."""
+    kept = []
+    fastest = math.inf
+    for choice in choices:
+        if choice[0] > units_max:
+            break
+        if choice[1] < fastest:
+            fastest = choice[1]
+            kept.append(choice)
+    return kept
+
+
+def _quantum(useful: Sequence[Durations], budget: int) -> int:
+    """The largest step that tells all amounts apart, coarser if there would be too many states."""
+    exact = math.gcd(*[units - choices[0][0] for choices in useful for units, _ in choices]) or 1
+    spare = min(budget, sum(choices[-1][0] - choices[0][0] for choices in useful))
+    return exact * max(1, math.ceil(spare / (exact * STATES_MAX)))
+
+
+def _fill(
+    rows: npt.NDArray[np.float64],
+    pad: int,
+    states: Sequence[int],
+    steps: Sequence[Sequence[int]],
+    useful: Sequence[Durations],
+) -> list[npt.NDArray[np.intp]]:
+    """Compute the rows in order; returns for every candidate and state the index of its best choice."""
+    every = np.arange(states[0])
+    sources: dict[tuple[int, ...], npt.NDArray[np.intp]] = {}
+    picks = []
+    for i, choices in enumerate(useful):
+        key = tuple(steps[i])
+        if key not in sources:  # candidates of one class share their steps
+            sources[key] = every[:, None] + (pad - np.array(key))
+        width = states[i + 1]
+        totals = rows[i].take(sources[key][:width])
+        totals += np.array([seconds for _, seconds in choices])
+        pick = totals.argmin(axis=1)
+        rows[i + 1, pad : pad + width] = totals[every[:width], pick]
+        picks.append(pick)
+    return picks
+
+
+# ---- devices in chunks ------------------------------------------------------------------------------------------
+
+
+def arrange_chunks(durations: Sequence[Durations], free_counts: Counts) -> Arrangement:
+    """Divide the free chunks of one node so that the sum of seconds is least.
+
+    Every candidate takes the smallest free chunk that is large enough, splitting it down to the size it needs, so what
+    is left depends only on how many chunks of each level are free. That is the state; few of them are reachable.
+    """
+    row: dict[Counts, _Way] = {tuple(free_counts): (0.0, 0, None)}
+    ends = [row[tuple(free_counts)]]
+    left: dict[tuple[Counts, int], Counts | None] = {}
+    for choices in durations:
+        row = _after(row, _fastest_by_level(choices, len(free_counts)), left)
+        if not row:
+            break
+        ends.append(min(row.values(), key=_cost))
+
+    def trace(count: int) -> tuple[int, ...]:
+        units = []
+        way: _Way | None = ends[count]
+        while way is not None:
+            units.append(way[1])
+            way = way[2]
+        return tuple(reversed(units[:-1]))
+
+    return Arrangement([way[0] for way in ends], len(durations), trace)
+
+
+def _cost(way: _Way) -> float:
+    return way[0]
+
+
+def _after(
+    row: dict[Counts, _Way], choices: Sequence[tuple[int, int, float]], left: dict[tuple[Counts, int], Counts | None]
+) -> dict[Counts, _Way]:
+    """The cheapest way to every state that one more candidate can lead to. `left` remembers transitions."""
+    following: dict[Counts, _Way] = {}
+    for counts, way in row.items():
+        for level, units, seconds in choices:
+            key = (counts, level)
+            if key not in left:
+                left[key] = _without(counts, level)
+            rest = left[key]
+            if rest is None:
+                break  # larger chunks are even less to be had
+            cost = way[0] + seconds
+            if rest not in following or cost < following[rest][0]:
+                following[rest] = (cost, units, way)
+    return following
+
+
+def _fastest_by_level(choices: Durations, levels: int) -> list[tuple[int, int, float]]:
+    """Per level of chunk the fastest amount, as (level, units, seconds); only levels faster than all lower ones."""
+    fastest: dict[int, tuple[int, int, float]] = {}
+    for units, seconds in _faster(choices, 1 << levels):
+        fastest[level_of(units)] = (level_of(units), units, seconds)
+    return list(fastest.values())
+
+
+def _without(counts: Counts, level: int) -> Counts | None:
+    """The free chunks after one of `level` was taken from the smallest that is large enough; None if none is."""
+    for above in range(level, len(counts)):
+        if counts[above]:
+            # Splitting leaves one chunk of every level from the wanted one up to the one below the source.
+            split = tuple(count + 1 for count in counts[level:above])
+            return (*counts[:level], *split, counts[above] - 1, *counts[above + 1 :])
+    return None
+
+
+# ---- shares and bounds ------------------------------------------------------------------------------------------
+
+
+def hesrpt_shares(
+    sizes: Sequence[float],
+    exponent: Sequence[float],
+    units: float,
+    minimum: Sequence[float],
+    maximum: Sequence[float],
+) -> list[float]:
+    """How heSRPT divides `units` among actions with speed-up k ** p that can be resized at any time.
+
+    With the m actions numbered 1..m by decreasing remaining size, action i gets in proportion to
+    (i/m)**a - ((i-1)/m)**a with a = 1 / (1 - p): the smallest gets most, for p -> 0 all get the same, for p -> 1 the
+    smallest gets everything. Of equal sizes the earlier one counts as smaller. Where exponents differ, each action
+    uses its own.
+
+    Shares are then kept within [minimum, maximum]; what that frees or takes is divided among the others in
+    proportion. They sum to `units`, or less where all are at their maximum. The minima must fit together.
+    """
+    shares = [0.0] * len(sizes)
+    # Reversed as a whole, so that of equal sizes the earlier comes later and gets more: queue order decides ties.
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    order.reverse()
+    power_before, below = 0.0, 0.0
+    for rank, i in enumerate(order, start=1):
+        power = 1.0 / (1.0 - min(max(exponent[i], 0.0), EXPONENT_MAX))
+        if power != power_before:
+            below = ((rank - 1) / len(sizes)) ** power
+        upto = (rank / len(sizes)) ** power
+        shares[i] = max(upto - below, TINY)
+        power_before, below = power, upto
+    return _clipped(shares, units, minimum, maximum)
+
+
+def _clipped(weights: list[float], units: float, minimum: Sequence[float], maximum: Sequence[float]) -> list[float]:
+    """Divide `units` in proportion to `weights` within [minimum, maximum].
+
+    Each round fixes at their bound all actions on the side that is violated more. Those would stay beyond that bound
+    in every later round, so nothing is ever unfixed and every round but the last fixes somebody.
+    """
+    if sum(minimum) > units * (1.0 + 1e-9):
+        raise InvariantError(f"minima of {sum(minimum)} units do not fit into {units}")
+    shares = [0.0] * len(weights)
+    open_ = list(range(len(weights)))
+    while open_:
+        scale = units / sum([weights[i] for i in open_])
+        above, below = 0.0, 0.0
+        for i in open_:
+            share = weights[i] * scale
+            shares[i] = share
+            if share > maximum[i]:
+                above += share - maximum[i]
+            elif share < minimum[i]:
+                below += minimum[i] - share
+        if above == 0.0 and below == 0.0:
+            break
+        bound, sign = (maximum, 1.0) if above >= below else (minimum, -1.0)
+        within = []
+        for i in open_:
+            if sign * shares[i] > sign * bound[i]:
+                shares[i] = float(bound[i])
+                units -= bound[i]
+            else:
+                within.append(i)
+        open_ = within
+    return shares
+
+
+def srpt_lower_bound(
+    arrivals: Sequence[float], works: Sequence[float], shortest: Sequence[float], units: float
+) -> float:
+    """A sum of action completion times that no schedule on `units` units can beat.
+
+    `works` are the least unit-seconds of each action, the minimum over k of k * t(k); `shortest` are the least seconds,
+    the minimum of t(k). No schedule beats one machine as fast as all units together that always runs what has least
+    left, nor can anybody be faster than alone.
+    """
+    flow, now = 0.0, -math.inf
+    remaining: list[float] = []
+    for arrival, work in [*sorted(zip(arrivals, works, strict=True)), (math.inf, 0.0)]:
+        while remaining and now + remaining[0] <= arrival:
+            flow += remaining[0] * len(remaining)
+            now += heapq.heappop(remaining)
+        if remaining:
+            # Only the first one has been served since, and a smaller first one leaves a heap a heap.
+            flow += (arrival - now) * len(remaining)
+            remaining[0] -= arrival - now
+        now = arrival
+        heapq.heappush(remaining, work / units)
+    return max(flow, math.fsum(shortest))

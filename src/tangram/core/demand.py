@@ -1,0 +1,131 @@
+"""Demand: which amounts of which pools an action can run with.
+
+Owns the admissible amounts. Units are integers: milli-cores for `cpu`, whole devices for `gpu`, requests or
+tokens for a quota. At most one pool of a demand is elastic, that is, admits more than one amount.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from tangram.core.speedup import Speedup
+from tangram.errors import InvalidAction
+
+CORE = 1000
+"""Milli-cores of one core: the unit of every `cpu` pool."""
+
+CPU = "cpu"
+GPU = "gpu"
+MEMORY = "memory"
+
+
+class Amounts(msgspec.Struct, frozen=True):
+    """The admissible amounts of one pool: a fixed number, a range with a step, or a discrete set."""
+
+    min: int
+    max: int
+    step: int = 1
+    choices: tuple[int, ...] = ()
+    """If given, the only admissible amounts, increasing; `min` and `max` are its ends."""
+    declared: bool = True
+    """False for CPU of which nobody said how much is needed: what is reserved is then learned."""
+
+    def __post_init__(self) -> None:
+        if self.min < 0 or (self.declared and self.min == 0):
+            raise InvalidAction("demand.min", self.min, "a positive whole number of units")
+        if self.max < self.min:
+            raise InvalidAction("demand.max", self.max, f"at least the minimum, {self.min}")
+        if self.step < 1:
+            raise InvalidAction("demand.step", self.step, "a positive whole number of units")
+        if self.choices and (
+            list(self.choices) != sorted(set(self.choices))
+            or self.choices[0] != self.min
+            or self.choices[-1] != self.max
+        ):
+            raise InvalidAction("demand.choices", self.choices, "increasing amounts from the minimum to the maximum")
+
+    @property
+    def elastic(self) -> bool:
+        return self.declared and self.max > self.min
+
+    def floor(self, units: float) -> int:
+        """The largest admissible amount that is at most `units`, but never below the minimum."""
+        if units >= self.max:
+            return self.max
+        if units <= self.min:
+            return self.min
+        if self.choices:
+            return max(choice for choice in self.choices if choice <= units)
+        return self.min + int((units - self.min) // self.step) * self.step
+
+    def admits(self, units: int) -> bool:
+        if self.choices:
+            return units in self.choices
+        return self.min <= units <= self.max and (units == self.max or (units - self.min) % self.step == 0)
+
+    def all(self, units_max: int) -> Iterator[int]:
+        """Every admissible amount up to `units_max`, increasing."""
+        if self.choices:
+            yield from (choice for choice in self.choices if choice <= units_max)
+            return
+        yield from range(self.min, min(self.max, units_max) + 1, self.step)
+        if self.max <= units_max and (self.max - self.min) % self.step:
+            yield self.max
+
+
+def fixed(units: int) -> Amounts:
+    return Amounts(units, units)
+
+
+def between(units_min: int, units_max: int, step: int = 1) -> Amounts:
+    return Amounts(units_min, units_max, step)
+
+
+def one_of(*choices: int) -> Amounts:
+    if not choices:
+        raise InvalidAction("demand.choices", choices, "at least one amount")
+    return Amounts(min(choices), max(choices), choices=tuple(choices))
+
+
+def cores(cores_min: float, cores_max: float | None = None) -> Amounts:
+    """CPU in cores: `cores(2)` is fixed, `cores(1, 8)` elastic in whole steps of the minimum or of a core."""
+    low = round(cores_min * CORE)
+    high = low if cores_max is None else round(cores_max * CORE)
+    return Amounts(low, high, step=CORE)
+
+
+def learned(limit_cores: float = 4.0) -> Amounts:
+    """CPU of which nobody declared how much is needed: the reserve is learned, the limit is `limit_cores`."""
+    return Amounts(0, round(limit_cores * CORE), declared=False)
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """A vector: per pool kind the admissible amounts. All are granted together or none is."""
+
+    pools: dict[str, Amounts]
+    speedup: Speedup | None = None
+    """Along the elastic pool. None: learned from the actions of the same class."""
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            raise InvalidAction("demand.pools", self.pools, "at least one pool kind with its amounts")
+        elastic = [kind for kind, amounts in self.pools.items() if amounts.elastic]
+        if len(elastic) > 1:
+            raise InvalidAction("demand.pools", elastic, "at most one elastic pool; give the others a fixed amount")
+        for kind, amounts in self.pools.items():
+            if not kind:
+                raise InvalidAction("demand.pools", kind, "a pool kind such as 'cpu', 'gpu' or the name of a quota")
+            if kind == MEMORY:
+                raise InvalidAction("demand.pools", kind, "no memory: it is reserved for a sandbox's life by Reserve")
+            if not amounts.declared and kind != CPU:
+                raise InvalidAction("demand.pools", kind, "a declared amount; only CPU use is learned")
+
+    @property
+    def elastic(self) -> str:
+        """The kind of the elastic pool, or an empty string."""
+        for kind, amounts in self.pools.items():
+            if amounts.elastic:
+                return kind
+        return ""

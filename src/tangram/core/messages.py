@@ -1,0 +1,276 @@
+"""Messages: everything that goes into the scheduler (events) and comes out of it (effects).
+
+They are the only door. All are frozen, serialisable and name a node where it matters, so that the same messages
+drive the simulator, the live service and, over a wire, managers on other machines.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from tangram.core.action import NO_USAGE, Action, Outcome, Usage
+from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.errors import InvalidConfig
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+    """Tagged with its class name when encoded."""
+
+
+# ---- what pools and nodes are made of -------------------------------------------------------------------------
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """How spent units come back with time."""
+
+    seconds: float
+    bucket: bool = False
+    """False: all at the end of each fixed window. True: steadily, as into a bucket that holds the total."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.seconds < math.inf:
+            raise InvalidConfig("window.seconds", self.seconds, "a positive, finite number of seconds")
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """A named, counted capacity. Its units are held until Finished, or spent and given back by time."""
+
+    kind: str
+    """What demands name: `cpu`, `core` (exclusive cores), `gpu`, `memory`, or the name of a quota."""
+    total: int
+    node: str = ""
+    """Empty for what belongs to no node, such as a quota."""
+    window: Window | None = None
+    """Given: the units are spent. None: they are held."""
+    numa: tuple[int, ...] = ()
+    """For `cpu` and `core`: units per NUMA node. Empty: one NUMA node."""
+
+    def __post_init__(self) -> None:
+        if not self.kind or "@" in self.kind:
+            raise InvalidConfig("pool.kind", self.kind, "a name without '@'")
+        if self.total < 0:
+            raise InvalidConfig(f"pool {self.name} total", self.total, "a whole number of units, at least 0")
+        if self.numa and (sum(self.numa) != self.total or min(self.numa) < 0):
+            raise InvalidConfig(f"pool {self.name} numa", self.numa, f"units that add up to the total, {self.total}")
+        if self.window and self.kind in (CPU, GPU, MEMORY):
+            raise InvalidConfig(f"pool {self.name} window", self.window, "no window: these units are held, not spent")
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}@{self.node}" if self.node else self.kind
+
+
+def cpu_node(node: str, cores: float, memory_gib: float = 0.0, numa_nodes: int = 1) -> tuple[Pool, ...]:
+    """The pools of one machine for sandboxes: its cores and, if it counts, its memory in MiB."""
+    total = round(cores * CORE)
+    share = total // numa_nodes
+    numa = (*([share] * (numa_nodes - 1)), total - share * (numa_nodes - 1)) if numa_nodes > 1 else ()
+    pools = (Pool(kind=CPU, node=node, total=total, numa=numa),)
+    return (*pools, Pool(kind=MEMORY, node=node, total=round(memory_gib * 1024))) if memory_gib else pools
+
+
+class NodeState(enum.Enum):
+    UP = "up"
+    DRAINING = "draining"
+    """Takes no new sandbox and no action without one; what has its sandbox there goes on."""
+    DOWN = "down"
+    """Gone, with everything on it."""
+
+
+# ---- grants ---------------------------------------------------------------------------------------------------
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The part of a grant that comes from one pool."""
+
+    pool: str
+    reserved: int
+    """What the ledger counts; for CPU also the weight under contention."""
+    limit: int
+    """CPU: the quota, which may exceed what is reserved. Elsewhere equal to `reserved`."""
+    cells: tuple[int, ...] = ()
+    """NUMA nodes for `cpu`, ids of cores for `core`, ids of devices for `gpu`."""
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The scheduler's decision: this action, these units, placed here. All or nothing."""
+
+    action: str
+    node: str
+    """Empty if no pool of the grant belongs to a node."""
+    shares: tuple[Share, ...]
+    width: int
+    """Units of parallelism that the program sees (cores, devices), fixed at launch."""
+    attempt: int = 1
+    batch: str = ""
+    """The action whose device chunk it rides in; empty for an action with its own units."""
+
+
+# ---- events ---------------------------------------------------------------------------------------------------
+
+
+class Submit(Message):
+    action: Action
+
+
+class Cancel(Message):
+    action: str
+
+
+class Started(Message):
+    action: str
+
+
+class StartFailed(Message):
+    action: str
+    reason: str
+    retry: bool = True
+    """False: a second try cannot help."""
+
+
+class Finished(Message):
+    """The manager is done with the action: its units are free."""
+
+    action: str
+    usage: Usage = NO_USAGE
+    lost: str = ""
+    """Why our side failed; empty when the action ran to its end or was stopped."""
+
+
+class Resized(Message):
+    """The manager has set the new limit."""
+
+    action: str
+    limit: int
+
+
+class Reserve(Message):
+    """A sandbox to come: memory for its whole life. Its first action picks the node."""
+
+    sandbox: str
+    memory: int
+    """Units of the memory pools (MiB)."""
+    run: str = "default"
+    node: str = ""
+    """Empty: the scheduler chooses."""
+
+
+class Release(Message):
+    """The sandbox is gone; its memory and place are free."""
+
+    sandbox: str
+
+
+class Resident(Message):
+    """A service is loaded on these devices."""
+
+    service: str
+    node: str
+    devices: tuple[int, ...]
+
+
+class Evicted(Message):
+    service: str
+    node: str
+    devices: tuple[int, ...]
+
+
+class PoolChanged(Message):
+    """A pool joins or has a new total. A total of 0 closes it."""
+
+    pool: Pool
+
+
+class NodeChanged(Message):
+    node: str
+    state: NodeState
+
+
+class RunChanged(Message):
+    """The weight of a run in fair share."""
+
+    run: str
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.weight < math.inf:
+            raise InvalidConfig(f"weight of run {self.run}", self.weight, "a positive, finite number")
+
+
+class Tick(Message):
+    """Time has passed: answers a WakeAt."""
+
+
+Event = (
+    Submit
+    | Cancel
+    | Started
+    | StartFailed
+    | Finished
+    | Resized
+    | Reserve
+    | Release
+    | Resident
+    | Evicted
+    | PoolChanged
+    | NodeChanged
+    | RunChanged
+    | Tick
+)
+
+
+# ---- effects --------------------------------------------------------------------------------------------------
+
+
+class Start(Message):
+    action: Action
+    grant: Grant
+
+
+class Resize(Message):
+    """Give the running action another CPU limit."""
+
+    action: str
+    pool: str
+    reserved: int
+    limit: int
+
+
+class Stop(Message):
+    """End the action's processes; answer with Finished."""
+
+    action: str
+    reason: str
+
+
+class Restore(Message):
+    """Load a service ahead of its next action onto these free devices."""
+
+    service: str
+    node: str
+    devices: tuple[int, ...]
+
+
+class WakeAt(Message):
+    """Send a Tick at this time."""
+
+    at: float
+
+
+class Settle(Message):
+    outcome: Outcome
+
+
+class Refuse(Message):
+    """The door stayed shut. `action` is the id of an action or of a sandbox."""
+
+    action: str
+    limit: str
+    """The name of the limit."""
+    reason: str
+
+
+Effect = Start | Resize | Stop | Restore | WakeAt | Settle | Refuse

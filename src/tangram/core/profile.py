@@ -1,0 +1,211 @@
+"""Profile: what was learned about an action class: durations, speed-up, real CPU use.
+
+Owns the estimates. Never decides anything. A class is (run, task, kind, key); behind it stand the same key over all
+tasks of the run, and the kind over all runs, so that the first action of a new class is judged by its relatives.
+Promises: one observation is enough to change an estimate, one outlier is not enough to spoil it, old observations
+fade, memory is bounded by `classes_max`, and every call costs the same however much was seen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from tangram.core.action import Action
+
+MEMORY_OBSERVATIONS = 48
+"""An observation fades to a third after this many later ones: long enough for a steady mean, short enough for drift."""
+CLASS_TRUST = 1.0
+"""A class outweighs its relatives from its second observation on: they share the key, not the task."""
+OUTLIER_SIGMAS = 3.0
+"""A duration counts at most as this many standard deviations (of its logarithm) above the class."""
+SIGMA_FLOOR = 0.5
+"""Spread of log durations assumed at least: members of one task scatter by this much."""
+SIGMA_UNKNOWN = 1.5
+"""Spread assumed while a class has a single observation."""
+EXPONENT_PRIOR = 0.6
+"""Speed-up exponent before any evidence: between package installs (0.1) and type checks (0.9)."""
+EXPONENT_PRIOR_WEIGHT = 4.0
+"""Evidence, in squared log-units, that outweighs the prior: about four runs at widths a factor e apart."""
+DURATION_FLOOR_S = 1e-4
+
+ClassKey = tuple[str, ...]
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """What is believed of an action before it runs."""
+
+    work_s: float
+    """Seconds on one unit."""
+    sigma: float
+    """Standard deviation of the logarithm of it; 0 when a hint said it."""
+    exponent: float
+    """Of the power law along the elastic pool."""
+    busy: float
+    """Cores kept busy per unit of width."""
+    observations: float
+    """Evidence behind it; 0: nothing is known and the values are priors."""
+
+    def remaining_s(self, done_s: float) -> float:
+        """Expected one-unit seconds left after `done_s` of them: a lognormal's mean residual life."""
+        if done_s <= 0.0:
+            return self.work_s
+        if self.sigma <= 0.0:
+            return max(self.work_s - done_s, 0.02 * self.work_s)
+        mu = math.log(self.work_s) - 0.5 * self.sigma * self.sigma
+        z = (math.log(done_s) - mu) / self.sigma
+        beyond = 0.5 * math.erfc(z / math.sqrt(2.0))
+        if beyond < 1e-6:
+            return done_s
+        mass = 0.5 * math.erfc((z - self.sigma) / math.sqrt(2.0))
+        return max(self.work_s * mass / beyond - done_s, 0.02 * done_s)
+
+
+PRIOR = Estimate(work_s=1.0, sigma=SIGMA_UNKNOWN, exponent=EXPONENT_PRIOR, busy=1.0, observations=0.0)
+"""Of a kind that was never seen: a second of a whole core, which degrades to one exclusive core each."""
+
+
+class Profile:
+    """Fading statistics of one class or of its relatives. All updates are O(1)."""
+
+    __slots__ = ("cpu_s", "exec_s", "log_mean", "log_var", "mean", "seen", "width_mean", "xx", "xy")
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+        self.log_mean = 0.0
+        self.log_var = SIGMA_UNKNOWN * SIGMA_UNKNOWN
+        self.mean = 0.0
+        self.cpu_s = 0.0
+        self.exec_s = 0.0
+        self.width_mean = 0.0
+        self.xx = 0.0
+        self.xy = 0.0
+
+    def observe_work(self, work_s: float) -> None:
+        """One more duration, already converted to one unit."""
+        log_work = math.log(work_s)
+        if self.seen >= 1.0:
+            ceiling = self.log_mean + OUTLIER_SIGMAS * max(math.sqrt(self.log_var), SIGMA_FLOOR)
+            if log_work > ceiling:
+                log_work = ceiling
+                work_s = math.exp(ceiling)
+        self.seen += 1.0
+        rate = max(1.0 / self.seen, 1.0 / MEMORY_OBSERVATIONS)
+        delta = log_work - self.log_mean
+        if self.seen > 1.0:
+            spread = delta * delta * (1.0 - rate)
+            # While few were seen the prior spread counts like one observation.
+            self.log_var += max(1.0 / (self.seen + 1.0), 1.0 / MEMORY_OBSERVATIONS) * (spread - self.log_var)
+        self.log_mean += rate * delta
+        self.mean += rate * (work_s - self.mean)
+
+    def observe_cpu(self, cpu_s: float, unit_s: float) -> None:
+        """CPU seconds used over seconds times width; time-weighted, since that is what a core sees."""
+        keep = 1.0 - 1.0 / MEMORY_OBSERVATIONS
+        self.cpu_s = self.cpu_s * keep + cpu_s
+        self.exec_s = self.exec_s * keep + unit_s
+
+    def observe_width(self, deviation_width: float, deviation_duration: float) -> None:
+        """Both logarithms as deviations from the class's own means, so that unlike tasks do not mix."""
+        keep = 1.0 - 1.0 / MEMORY_OBSERVATIONS
+        self.xx = self.xx * keep + deviation_width * deviation_width
+        self.xy = self.xy * keep + deviation_width * deviation_duration
+
+    @property
+    def sigma(self) -> float:
+        return max(math.sqrt(self.log_var), SIGMA_FLOOR)
+
+    @property
+    def busy(self) -> float | None:
+        return self.cpu_s / self.exec_s if self.exec_s > 0.0 else None
+
+
+class Knowledge:
+    """All profiles, found by the class of an action."""
+
+    __slots__ = ("_classes", "_kinds", "_relatives", "classes_max")
+
+    def __init__(self, classes_max: int = 20_000) -> None:
+        self.classes_max = classes_max
+        self._classes: dict[ClassKey, Profile] = {}
+        self._relatives: dict[ClassKey, Profile] = {}
+        self._kinds: dict[ClassKey, Profile] = {}
+
+    def __len__(self) -> int:
+        return len(self._classes) + len(self._relatives) + len(self._kinds)
+
+    def estimate(self, action: Action) -> Estimate:
+        """What is believed of the action: hints first, then its class, blended with its relatives."""
+        exact = self._classes.get((action.run, action.task, action.kind, action.key))
+        wider = self._relatives.get((action.run, action.kind, action.key)) or self._kinds.get((action.kind,))
+        if wider is None or not wider.seen:
+            return self._with_hints(action, PRIOR)
+        work_s, sigma = wider.mean, wider.sigma
+        busy = wider.busy
+        seen = wider.seen
+        if exact is not None and exact.seen:
+            trust = exact.seen / (exact.seen + CLASS_TRUST)
+            work_s = math.exp(trust * math.log(exact.mean) + (1.0 - trust) * math.log(work_s))
+            sigma = trust * exact.sigma + (1.0 - trust) * sigma
+            own_busy = exact.busy
+            if own_busy is not None and busy is not None:
+                busy = trust * own_busy + (1.0 - trust) * busy
+        exponent = (EXPONENT_PRIOR * EXPONENT_PRIOR_WEIGHT - wider.xy) / (EXPONENT_PRIOR_WEIGHT + wider.xx)
+        believed = Estimate(work_s, sigma, min(0.98, max(0.0, exponent)), PRIOR.busy if busy is None else busy, seen)
+        return self._with_hints(action, believed)
+
+    def observe(self, action: Action, *, execution_s: float, units: float, cpu_s: float | None) -> None:
+        """The action ran for `execution_s` on `units` units (cores, devices) and used `cpu_s` of CPU."""
+        relatives_key = (action.run, action.kind, action.key)
+        exact = self._profile(self._classes, (action.run, action.task, action.kind, action.key))
+        wider = self._profile(self._relatives, relatives_key)
+        kind = self._profile(self._kinds, (action.kind,))
+        seconds = max(execution_s, DURATION_FLOOR_S)
+        elastic = bool(action.demand.elastic)
+        if elastic:
+            self._observe_speedup(exact, wider, seconds, units)
+            speedup = action.demand.speedup
+            exponent = self.estimate(action).exponent
+            seconds_on_one = seconds * (speedup.at(units) if speedup else max(units, 1e-3) ** exponent)
+        else:
+            seconds_on_one = seconds
+        for profile in (exact, wider, kind):
+            profile.observe_work(seconds_on_one)
+            if cpu_s is not None:
+                profile.observe_cpu(cpu_s, seconds * max(units, 1.0) if elastic else seconds)
+
+    def _observe_speedup(self, exact: Profile, wider: Profile, seconds: float, units: float) -> None:
+        """Regress log duration on log width, each measured from the class's own running mean."""
+        log_width, log_seconds = math.log(max(units, 1e-3)), math.log(seconds)
+        if exact.seen:
+            # The class mean is on one unit; bring it to the mean width by the exponent believed so far.
+            exponent = (EXPONENT_PRIOR * EXPONENT_PRIOR_WEIGHT - wider.xy) / (EXPONENT_PRIOR_WEIGHT + wider.xx)
+            expected = exact.log_mean - exponent * exact.width_mean
+            limit = OUTLIER_SIGMAS * exact.sigma
+            deviation = min(limit, max(-limit, log_seconds - expected))
+            wider.observe_width(log_width - exact.width_mean, deviation)
+        exact.width_mean += (log_width - exact.width_mean) / (min(exact.seen, MEMORY_OBSERVATIONS) + 1.0)
+
+    def _with_hints(self, action: Action, believed: Estimate) -> Estimate:
+        speedup, duration_s = action.demand.speedup, action.duration_s
+        if speedup is None and duration_s is None:
+            return believed
+        exponent = believed.exponent
+        if speedup is not None:
+            elastic = action.demand.elastic
+            units_max = action.demand.pools[elastic].max if elastic else 1
+            minimum = action.demand.pools[elastic].min if elastic else 1
+            exponent = min(0.98, speedup.exponent_near(max(2.0, units_max / max(minimum, 1))))
+        if duration_s is None:
+            return Estimate(believed.work_s, believed.sigma, exponent, believed.busy, believed.observations)
+        return Estimate(duration_s, 0.0, exponent, believed.busy, max(1.0, believed.observations))
+
+    def _profile(self, profiles: dict[ClassKey, Profile], key: ClassKey) -> Profile:
+        profile = profiles.get(key)
+        if profile is None:
+            if len(profiles) >= self.classes_max:
+                # The class that was made first goes; what is in use comes back with its next observation.
+                del profiles[next(iter(profiles))]
+            profile = profiles[key] = Profile()
+        return profile

@@ -1,0 +1,319 @@
+"""Topology: where inside a node the units of a pool lie.
+
+Owns which devices, NUMA cells and cores are free. Never decides who gets units or how many: it is asked for a
+number and answers with a place. Promises that no place is given out twice and that all that was given back is
+whole again. Asking for more than is free is a bug of the caller, who has counted first.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tangram.errors import InvalidConfig, InvariantError
+
+Parts = tuple[tuple[int, int], ...]
+"""Units by cell: ((cell, units), ...), every number of units positive and no cell twice."""
+
+
+class Chunk(NamedTuple):
+    """An aligned interval of devices: `size` is a power of two that divides `start`."""
+
+    start: int
+    size: int
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(range(self.start, self.start + self.size))
+
+
+def level_of(units: int) -> int:
+    """The level of the smallest chunk that holds `units` devices; a chunk of level a has 2**a of them."""
+    if units < 1:
+        raise InvariantError(f"a chunk has at least one device, asked for {units}")
+    return (units - 1).bit_length()
+
+
+class Chunks:
+    """The devices of one node as a buddy allocator.
+
+    A number of devices that is no power of two starts as the aligned chunks that tile it: 6 as (0, 4) and (4, 2).
+    A chunk is split when a smaller one is needed, and merged with its buddy as soon as both are free.
+    """
+
+    __slots__ = ("_free", "_taken", "count")
+
+    def __init__(self, count: int) -> None:
+        if count < 0:
+            raise InvalidConfig("devices of a node", count, "a whole number, at least 0")
+        self.count = count
+        self._free: list[list[int]] = [[] for _ in range(count.bit_length())]
+        """Per level the starts of the free chunks, increasing."""
+        self._taken: dict[int, int] = {}
+        """Size by start."""
+        start = 0
+        for level in reversed(range(count.bit_length())):
+            if count >> level & 1:
+                self._free[level].append(start)
+                start += 1 << level
+
+    def free_counts(self) -> tuple[int, ...]:
+        """How many chunks of each level are free, from level 0 up."""
+        return tuple(map(len, self._free))
+
+    def fits(self, units: int) -> bool:
+        return any(self._free[level_of(units) :])
+
+    def is_free(self, chunk: tuple[int, int]) -> bool:
+        """Are all devices of this chunk free?"""
+        start, size = chunk
+        return self._around(start, level_of(size)) is not None
+
+    def peek(self, units: int, preferred: Sequence[tuple[int, int]] = (), affinity: bool = True) -> Chunk:
+        """What `take` would answer."""
+        return self._choose(units, preferred, affinity)[1]
+
+    def take(self, units: int, preferred: Sequence[tuple[int, int]] = (), affinity: bool = True) -> Chunk:
+        """The smallest sufficient free chunk, split down to the size that is needed.
+
+        `preferred` are chunks where the service is resident, best first. Among equally small sufficient chunks wins
+        one that equals a preferred chunk, then one that contains one, then the lowest; a split keeps the half with
+        the preferred chunk.
+
+        With `affinity`, a preferred chunk of exactly the needed size wins if all of it is free, even inside a larger
+        chunk than necessary: restoring weights costs more than fragmentation does. This may split a chunk that
+        `arrange_chunks` counted on for a larger action, so actions that were arranged together are placed from
+        the largest to the smallest; in that order any choice leaves the same room for the rest.
+        """
+        source, target = self._choose(units, preferred, affinity)
+        self._free[level_of(source.size)].remove(source.start)
+        size = source.size
+        while size > target.size:
+            size //= 2
+            # The half without the target: its start differs from that of the target's half in one bit.
+            bisect.insort(self._free[level_of(size)], (target.start & -size) ^ size)
+        self._taken[target.start] = target.size
+        return target
+
+    def give(self, chunk: tuple[int, int]) -> None:
+        """Free a taken chunk and merge it with its buddy, the result with its own, and so on."""
+        start, size = chunk
+        if self._taken.get(start) != size:
+            raise InvariantError(f"chunk {start}+{size} was given back but is not taken; taken: {self._taken}")
+        del self._taken[start]
+        level = level_of(size)
+        # A buddy beyond the last device is never free, so merging stops by itself at the top.
+        while (start ^ (1 << level)) in self._free[level]:
+            self._free[level].remove(start ^ (1 << level))
+            start &= ~(1 << level)
+            level += 1
+        bisect.insort(self._free[level], start)
+
+    def check(self) -> None:
+        """Recompute: free and taken chunks are aligned, tile all devices, and no two free buddies are apart."""
+        free = [Chunk(start, 1 << level) for level, starts in enumerate(self._free) for start in starts]
+        end = 0
+        for chunk in sorted([*free, *(Chunk(*item) for item in self._taken.items())]):
+            if chunk.start != end or chunk.start % chunk.size or chunk.size & (chunk.size - 1):
+                raise InvariantError(f"{chunk} is not aligned or does not start at {end}: {self!r}")
+            end += chunk.size
+        if end != self.count:
+            raise InvariantError(f"chunks cover {end} devices of {self.count}: {self!r}")
+        for chunk in free:
+            if chunk.start ^ chunk.size in self._free[level_of(chunk.size)]:
+                raise InvariantError(f"{chunk} and its buddy are free but not merged: {self!r}")
+
+    def __repr__(self) -> str:
+        return f"Chunks(count={self.count}, free={self._free}, taken={self._taken})"
+
+    def _choose(self, units: int, preferred: Sequence[tuple[int, int]], affinity: bool) -> tuple[Chunk, Chunk]:
+        """The free chunk to take from, and the chunk inside it to take."""
+        level = level_of(units)
+        if affinity:
+            for start, size in preferred:
+                if size == 1 << level and start % size == 0 and (around := self._around(start, level)):
+                    return around, Chunk(start, size)
+        for above in range(level, len(self._free)):
+            if self._free[above]:
+                source = _best([Chunk(start, 1 << above) for start in self._free[above]], preferred)
+                target = source
+                while target.size > 1 << level:
+                    half = target.size // 2
+                    target = _best([Chunk(target.start, half), Chunk(target.start + half, half)], preferred)
+                return source, target
+        raise InvariantError(f"no free chunk holds {units} devices: {self!r}")
+
+    def _around(self, start: int, level: int) -> Chunk | None:
+        """The free chunk in which the chunk of `level` at `start` lies, if there is one."""
+        for above in range(level, len(self._free)):
+            aligned = start & -(1 << above)
+            if aligned in self._free[above]:
+                return Chunk(aligned, 1 << above)
+        return None
+
+
+def _best(chunks: list[Chunk], preferred: Sequence[tuple[int, int]]) -> Chunk:
+    """The chunk that equals a preferred one, else contains one, else is the first."""
+    for wanted in preferred:
+        if wanted in chunks:
+            return Chunk(*wanted)
+    for start, size in preferred:
+        for chunk in chunks:
+            if chunk.start <= start and start + size <= chunk.start + chunk.size:
+                return chunk
+    return chunks[0]
+
+
+class Cells:
+    """The shared cores of a node: units (milli-cores) counted per NUMA cell."""
+
+    __slots__ = ("free", "sizes")
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        if not sizes or min(sizes) < 0:
+            raise InvalidConfig("units per NUMA cell", sizes, "at least one cell, each with 0 units or more")
+        self.sizes = tuple(sizes)
+        self.free = list(sizes)
+        """Per cell. Negative while a cell that shrank is still held by more than it has."""
+
+    def take(self, units: int, prefer: int | None = None) -> Parts:
+        """One cell if one has room: the preferred one, else the fullest. Otherwise the emptiest cells together."""
+        free = self.free
+        if len(free) == 1 and 0 < units <= free[0]:
+            free[0] -= units
+            return ((0, units),)
+        parts = ((prefer, units),) if prefer is not None and 0 < units <= free[prefer] else _places(free, units)
+        for cell, part in parts:
+            free[cell] -= part
+        return parts
+
+    def give(self, parts: Parts) -> None:
+        free, sizes = self.free, self.sizes
+        for cell, part in parts:
+            after = free[cell] + part
+            if part < 0 or after > sizes[cell]:
+                raise InvariantError(f"cell {cell} was given back {part} units that nobody held: {self!r}")
+            free[cell] = after
+
+    def adjust(self, parts: Parts, units: int) -> Parts:
+        """Make a taking `units` large; it grows in its own cells first, and shrinks in its last ones first."""
+        held = sum(part for _, part in parts)
+        missing = units - held
+        if units < 0 or missing > sum(free for free in self.free if free > 0):
+            raise InvariantError(f"a taking of {held} units cannot become one of {units}: {self!r}")
+        if missing <= 0:
+            return self._shrunk(parts, -missing)
+        grown = []
+        for cell, part in parts:
+            more = max(0, min(missing, self.free[cell]))
+            self.free[cell] -= more
+            missing -= more
+            grown.append((cell, part + more))
+        # Whatever is still missing goes elsewhere: nothing is left in the cells that it already has.
+        return (*grown, *self.take(missing)) if missing else tuple(grown)
+
+    def resize_total(self, sizes: Sequence[int]) -> None:
+        """Other sizes from now on. A cell that is no longer named keeps its number and has no units."""
+        count = max(len(sizes), len(self.sizes))
+        before, after, free = (_padded(numbers, count) for numbers in (self.sizes, sizes, self.free))
+        self.free = [free[cell] + after[cell] - before[cell] for cell in range(count)]
+        self.sizes = after
+
+    def check(self, taken: Iterable[Parts]) -> None:
+        """Recompute the free units from everything that is taken now."""
+        free = list(self.sizes)
+        for parts in taken:
+            for cell, part in parts:
+                if part <= 0:
+                    raise InvariantError(f"{part} units of cell {cell} are held: {self!r}")
+                free[cell] -= part
+        if free != self.free:
+            raise InvariantError(f"free units per cell should be {free}: {self!r}")
+
+    def __repr__(self) -> str:
+        return f"Cells(sizes={self.sizes}, free={self.free})"
+
+    def _shrunk(self, parts: Parts, surplus: int) -> Parts:
+        kept = []
+        for cell, part in reversed(parts):
+            less = min(surplus, part)
+            self.free[cell] += less
+            surplus -= less
+            if part > less:
+                kept.append((cell, part - less))
+        return tuple(reversed(kept))
+
+
+class CoreSet:
+    """Exclusive cores by id: each belongs to one action at most."""
+
+    __slots__ = ("_free", "_taken", "numa")
+
+    def __init__(self, numa: Sequence[Sequence[int]]) -> None:
+        ids = [core for cores in numa for core in cores]
+        if len(ids) != len(dict.fromkeys(ids)):
+            raise InvalidConfig("cores per NUMA cell", numa, "every core in one cell only")
+        self.numa = tuple(tuple(sorted(cores)) for cores in numa)
+        self._free = [list(cores) for cores in self.numa]
+        """Per cell, increasing."""
+        self._taken: dict[int, int] = {}
+        """Cell by core."""
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Cores of one cell if one has room, the fullest such; otherwise of as few cells as possible."""
+        ids: list[int] = []
+        for cell, part in _places([len(cores) for cores in self._free], count):
+            for core in self._free[cell][:part]:
+                self._taken[core] = cell
+                ids.append(core)
+            del self._free[cell][:part]
+        return tuple(ids)
+
+    def take_exactly(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Just these cores, which must be free."""
+        for core in ids:
+            cell = next((i for i, cores in enumerate(self._free) if core in cores), None)
+            if cell is None:
+                raise InvariantError(f"core {core} is wanted but not free: {self!r}")
+            self._free[cell].remove(core)
+            self._taken[core] = cell
+        return ids
+
+    def give(self, ids: Iterable[int]) -> None:
+        for core in ids:
+            if core not in self._taken:
+                raise InvariantError(f"core {core} was given back but is not taken: {self!r}")
+            bisect.insort(self._free[self._taken.pop(core)], core)
+
+    def check(self) -> None:
+        """Recompute: every core of every cell is either free or taken there, and none is both."""
+        for cell, cores in enumerate(self.numa):
+            taken = [core for core, owner in self._taken.items() if owner == cell]
+            if sorted([*self._free[cell], *taken]) != list(cores) or self._free[cell] != sorted(self._free[cell]):
+                raise InvariantError(f"the free and taken cores of cell {cell} are not {cores}: {self!r}")
+
+    def __repr__(self) -> str:
+        return f"CoreSet(free={self._free}, taken={self._taken})"
+
+
+def _padded(numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    return (*numbers, *[0] * (count - len(numbers)))
+
+
+def _places(free: Sequence[int], units: int) -> Parts:
+    """The single cell with the least room that is enough; else cells from the most room down, which are the fewest."""
+    if units == 0:
+        return ()
+    if units < 0 or units > sum(room for room in free if room > 0):
+        raise InvariantError(f"{units} units do not fit into {list(free)} free ones")
+    sufficient = [(room, cell) for cell, room in enumerate(free) if room >= units]
+    if sufficient:
+        return ((min(sufficient)[1], units),)
+    parts = []
+    for cell in sorted(range(len(free)), key=lambda cell: -free[cell]):
+        part = min(units, free[cell])
+        if part > 0:
+            parts.append((cell, part))
+            units -= part
+    return tuple(parts)

@@ -1,0 +1,256 @@
+"""Baselines: how these resources are used without action-level scheduling.
+
+Each takes the same events and returns the same effects as the scheduler, so the same engine drives it:
+
+- pods: one pod per trajectory with a CPU request and limit, admitted in order of arrival, kept until the trajectory
+  ends; inside, actions start at once and the cores of a node are shared among its pods by request;
+- static services: every model service keeps its own fixed devices, one call at a time each, in order of arrival;
+- uncontrolled: API calls go out at once; a refused call is tried again after a pause, three times at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from tangram.core.action import Action, Outcome, Status, Usage
+from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.core.messages import (
+    Effect,
+    Event,
+    Finished,
+    Grant,
+    Pool,
+    Refuse,
+    Release,
+    Reserve,
+    Settle,
+    Share,
+    Start,
+    Started,
+    Submit,
+    Tick,
+    WakeAt,
+)
+from tangram.errors import InvalidConfig
+
+API_RETRIES_MAX = 3
+"""As in the publication's baseline."""
+API_BACKOFF_S = 2.0
+"""Before the first retry; it doubles with each."""
+
+
+class Pod:
+    """One trajectory's reservation."""
+
+    __slots__ = ("memory", "node", "sandbox", "waiting")
+
+    def __init__(self, sandbox: str, memory: int) -> None:
+        self.sandbox = sandbox
+        self.memory = memory
+        self.node = ""
+        self.waiting: list[_Call] = []
+
+
+class _Call:
+    __slots__ = ("action", "attempts", "devices", "granted_at", "pod", "service", "started_at", "submitted_at")
+
+    def __init__(self, action: Action, now: float) -> None:
+        self.action = action
+        self.submitted_at = now
+        self.granted_at = now
+        self.started_at = now
+        self.attempts = 0
+        self.pod: Pod | None = None
+        self.service: _Static | None = None
+        self.devices: tuple[str, tuple[int, ...]] = ("", ())
+
+
+class _Static:
+    """The fixed devices of one service: as many replicas as it has chunks, and a queue."""
+
+    __slots__ = ("free", "queue")
+
+    def __init__(self, chunks: list[tuple[str, tuple[int, ...]]]) -> None:
+        self.free = chunks
+        self.queue: deque[_Call] = deque()
+
+
+class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    request: float = 0.5
+    limit: float = 4.0
+    devices_per_service: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.request <= self.limit:
+            raise InvalidConfig("pods request", self.request, f"cores above 0, at most the limit of {self.limit}")
+
+
+class Baseline:
+    """All three side by side; an action goes to the one that its demand names."""
+
+    def __init__(self, pools: tuple[Pool, ...], services: tuple[str, ...], config: PodsConfig) -> None:
+        self.config = config
+        self.name = f"pods:{config.request:g}"
+        self._cpu_free = {pool.node: pool.total for pool in pools if pool.kind == CPU}
+        self._memory_free = {pool.node: pool.total for pool in pools if pool.kind == MEMORY}
+        self._pods: dict[str, Pod] = {}
+        self._admission: deque[Pod] = deque()
+        self._calls: dict[str, _Call] = {}
+        self._services = _divide(pools, services, config.devices_per_service)
+        self._retries: list[tuple[float, _Call]] = []
+        self._effects: list[Effect] = []
+        self._now = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self._now = now
+        self._effects = []
+        if isinstance(event, Submit):
+            self._submit(event.action)
+        elif isinstance(event, Finished):
+            self._finished(event)
+        elif isinstance(event, Started):
+            call = self._calls[event.action]
+            call.started_at = now
+        elif isinstance(event, Reserve):
+            pod = self._pods[event.sandbox] = Pod(event.sandbox, event.memory)
+            self._admission.append(pod)
+            self._admit()
+        elif isinstance(event, Release):
+            self._release(event.sandbox)
+        elif isinstance(event, Tick):
+            self._retry()
+        return self._effects
+
+    # ---- pods ----
+
+    def _admit(self) -> None:
+        """First come, first served, as the scheduler of a cluster does for equal pods."""
+        request = round(self.config.request * CORE)
+        while self._admission:
+            pod = self._admission[0]
+            node = self._node_for(request, pod.memory)
+            if node is None:
+                return
+            self._admission.popleft()
+            pod.node = node
+            self._cpu_free[node] -= request
+            if node in self._memory_free:
+                self._memory_free[node] -= pod.memory
+            for call in pod.waiting:
+                self._start_in(pod, call)
+            pod.waiting = []
+
+    def _node_for(self, request: int, memory: int) -> str | None:
+        fitting = [
+            node
+            for node, free in self._cpu_free.items()
+            if free >= request and self._memory_free.get(node, memory) >= memory
+        ]
+        return max(fitting, key=lambda node: self._cpu_free[node], default=None)
+
+    def _release(self, sandbox: str) -> None:
+        pod = self._pods.pop(sandbox)
+        if pod.node:
+            self._cpu_free[pod.node] += round(self.config.request * CORE)
+            if pod.node in self._memory_free:
+                self._memory_free[pod.node] += pod.memory
+        else:
+            self._admission.remove(pod)
+        self._admit()
+
+    def _start_in(self, pod: Pod, call: _Call) -> None:
+        """Inside its pod an action may use up to the limit; elastic ones are launched that wide."""
+        request, limit = round(self.config.request * CORE), round(self.config.limit * CORE)
+        amounts = call.action.demand.pools[CPU]
+        width = max(CORE, min(limit, amounts.max) // CORE * CORE)
+        call.pod = pod
+        self._start(call, pod.node, (Share(f"{CPU}@{pod.node}", request, limit),), width)
+
+    # ---- all ----
+
+    def _submit(self, action: Action) -> None:
+        call = self._calls[action.id] = _Call(action, self._now)
+        if CPU in action.demand.pools:
+            pod = self._pods.get(action.sandbox)
+            if pod is None:
+                del self._calls[action.id]
+                self._effects.append(
+                    Refuse(action=action.id, limit="sandbox", reason="a pod runs sandboxed actions only")
+                )
+            elif pod.node:
+                self._start_in(pod, call)
+            else:
+                pod.waiting.append(call)
+        elif GPU in action.demand.pools:
+            call.service = self._services[action.service]
+            call.service.queue.append(call)
+            self._serve(call.service)
+        else:
+            self._start(call, "", (), 1)
+
+    def _start(self, call: _Call, node: str, shares: tuple[Share, ...], width: int) -> None:
+        call.granted_at = call.started_at = self._now
+        call.attempts += 1
+        grant = Grant(call.action.id, node, shares, width, call.attempts)
+        self._effects.append(Start(action=call.action, grant=grant))
+
+    def _serve(self, service: _Static) -> None:
+        while service.queue and service.free:
+            node, devices = service.free.pop()
+            call = service.queue.popleft()
+            call.devices = (node, devices)
+            share = Share(f"{GPU}@{node}", len(devices), len(devices), devices)
+            self._start(call, node, (share,), len(devices))
+
+    def _finished(self, event: Finished) -> None:
+        call = self._calls[event.action]
+        if call.service is not None:
+            call.service.free.append(call.devices)
+            self._serve(call.service)
+        if event.lost and call.service is None and call.pod is None and call.attempts <= API_RETRIES_MAX:
+            wait = API_BACKOFF_S * 2.0 ** (call.attempts - 1)
+            self._retries.append((self._now + wait, call))
+            self._effects.append(WakeAt(at=self._now + wait))
+            return
+        status = Status.LOST if event.lost else Status.SUCCEEDED
+        self._settle(call, status, event.lost, event.usage)
+
+    def _retry(self) -> None:
+        due = [call for at, call in self._retries if at <= self._now]
+        self._retries = [(at, call) for at, call in self._retries if at > self._now]
+        for call in due:
+            self._start(call, "", (), 1)
+
+    def _settle(self, call: _Call, status: Status, reason: str, usage: Usage) -> None:
+        del self._calls[call.action.id]
+        execution_s = self._now - call.started_at
+        overhead_s = call.started_at - call.granted_at
+        self._effects.append(
+            Settle(
+                outcome=Outcome(
+                    action=call.action.id,
+                    status=status,
+                    reason=reason,
+                    waiting_s=self._now - call.submitted_at - execution_s - overhead_s,
+                    execution_s=execution_s,
+                    overhead_s=overhead_s,
+                    usage=usage,
+                    attempts=call.attempts,
+                )
+            )
+        )
+
+
+def _divide(pools: tuple[Pool, ...], services: tuple[str, ...], each: int) -> dict[str, _Static]:
+    """Deal the devices out to the services in chunks of `each`, one after the other until none is left."""
+    chunks = [
+        (pool.node, tuple(range(start, start + each)))
+        for pool in pools
+        if pool.kind == GPU
+        for start in range(0, pool.total - each + 1, each)
+    ]
+    if services and len(chunks) < len(services):
+        raise InvalidConfig("devices", len(chunks) * each, f"at least {each} for each of {len(services)} services")
+    return {name: _Static(chunks[i :: len(services)]) for i, name in enumerate(services)}

@@ -1,0 +1,506 @@
+"""The engine: one simulation. It plays the episodes of a workload and stands in for every manager.
+
+Owns virtual time and the truth about each action. Drives anything with `handle(event, now) -> effects`: the scheduler
+of `core/` itself, or one of the baselines. Same workload, same orchestrator, same faults: same result, always.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tangram.core.action import Action, Outcome, Status, Usage
+from tangram.core.demand import CORE, CPU, GPU
+from tangram.core.messages import (
+    Effect,
+    Event,
+    Evicted,
+    Finished,
+    Grant,
+    NodeChanged,
+    NodeState,
+    Pool,
+    PoolChanged,
+    Refuse,
+    Release,
+    Reserve,
+    Resident,
+    Resize,
+    Resized,
+    Restore,
+    Settle,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Submit,
+    Tick,
+    WakeAt,
+)
+from tangram.errors import InvariantError
+from tangram.sim.apis import Apis
+from tangram.sim.cpushare import CpuShare, shape
+from tangram.sim.devices import Devices
+from tangram.sim.episode import Episode, Step, Workload
+from tangram.sim.result import ActionRow, Result, Samples
+
+DEVICE_MEMORY_GIB = 80.0
+"""Of an emulated device, as on the accelerators of the publications."""
+
+EVENTS_MAX = 200_000_000
+"""A simulation that needs more is stuck."""
+
+
+class Orchestrator(Protocol):
+    """What the engine drives."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]: ...
+
+
+class _Live:
+    """One submitted action and the truth about it."""
+
+    __slots__ = (
+        "action",
+        "attempt",
+        "episode",
+        "grant",
+        "limit",
+        "node",
+        "started_at",
+        "step",
+        "submitted_at",
+        "width",
+    )
+
+    def __init__(self, action: Action, step: Step, episode: _Playing, now: float) -> None:
+        self.action = action
+        self.step = step
+        self.episode = episode
+        self.submitted_at = now
+        self.grant: Grant | None = None
+        self.attempt = 0
+        self.started_at = -1.0
+        self.node = ""
+        self.width = 1.0
+        self.limit = 1.0
+
+
+class _Playing:
+    """One episode on its way."""
+
+    __slots__ = ("episode", "failed", "outstanding", "sandbox", "turn")
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.turn = 0
+        self.outstanding = 0
+        self.failed = False
+        self.sandbox = f"box-{episode.id}" if episode.memory else ""
+
+
+class Engine:
+    """Plays one workload against one orchestrator."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        orchestrator: Orchestrator,
+        pools: tuple[Pool, ...],
+        *,
+        name: str = "",
+        timeout_s: float | None = None,
+        hints: bool = False,
+        observer: Callable[[float, Event, list[Effect]], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.workload = workload
+        self.orchestrator = orchestrator
+        self.now = 0.0
+        self._name = name
+        self._hints = hints
+        self._timeout_s = timeout_s
+        self._observer = observer
+        self._progress = progress
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        self._live: dict[str, _Live] = {}
+        self.pools = {pool.name: pool for pool in pools}
+        self.cpus = {p.node: CpuShare(p.total / CORE) for p in pools if p.kind == CPU}
+        self._cpu_next: dict[str, float] = dict.fromkeys(self.cpus, math.inf)
+        self._core_s_before = 0.0
+        """Used on machines that have died since."""
+        self._devices = Devices(workload.services, pools, DEVICE_MEMORY_GIB)
+        self._apis = Apis(workload.apis)
+        self._playing = [_Playing(episode) for episode in workload.episodes]
+        self._finished_episodes = 0
+        self._failed_episodes = 0
+        self._total = sum(len(turn.steps) for episode in workload.episodes for turn in episode.turns)
+        self._rows: list[ActionRow] = []
+        self._ends: list[float] = []
+        self._samples = Samples()
+        self.slow_start_s: Callable[[Action], float] | None = None
+        """Fault: extra seconds before an action is Started."""
+        self.fail_start: Callable[[Action, int], str] | None = None
+        """Fault: why an attempt cannot start; empty if it can."""
+        self.truth: dict[str, Step] = {}
+        self.down: dict[str, bool] = {}
+
+    # ---- time ----
+
+    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, call, arguments))
+
+    def run(self) -> Result:
+        """Play until every episode has ended and nothing is left to happen that concerns one."""
+        for playing in self._playing:
+            self.at(playing.episode.start_s, self._begin_episode, playing)
+        events = 0
+        heap = self._heap
+        while heap and self._finished_episodes < len(self._playing):
+            events += 1
+            when, _, call, arguments = heapq.heappop(heap)
+            self.now = when
+            call(*arguments)
+            if not events & 4095:
+                if self._progress is not None:
+                    self._progress(len(self._rows), self._total)
+                if events > EVENTS_MAX:
+                    raise InvariantError(f"simulation {self._name} takes more than {EVENTS_MAX} events")
+        if self._finished_episodes < len(self._playing):
+            raise InvariantError(
+                f"simulation {self._name} of {self.workload.name} seed {self.workload.seed} is stuck at {self.now:.3f} s:"
+                f" {len(self._live)} actions never settle"
+            )
+        if self._progress is not None:
+            self._progress(self._total, self._total)
+        return self._result()
+
+    def send(self, event: Event) -> None:
+        """One event in, its effects carried out."""
+        effects = self.orchestrator.handle(event, self.now)
+        if self._observer is not None:
+            self._observer(self.now, event, effects)
+        for effect in effects:
+            _EFFECTS[type(effect)](self, effect)
+
+    # ---- episodes ----
+
+    def _begin_episode(self, playing: _Playing) -> None:
+        if playing.sandbox:
+            episode = playing.episode
+            self.send(Reserve(sandbox=playing.sandbox, memory=episode.memory, run=episode.run))
+        if not playing.failed:
+            self._think(playing)
+
+    def _think(self, playing: _Playing) -> None:
+        turns = playing.episode.turns
+        if playing.turn == len(turns):
+            self._end_episode(playing)
+        else:
+            self.at(self.now + turns[playing.turn].think_s, self._act, playing)
+
+    def _act(self, playing: _Playing) -> None:
+        if playing.failed:
+            return
+        episode = playing.episode
+        turn = episode.turns[playing.turn]
+        playing.outstanding = len(turn.steps)
+        for index, step in enumerate(turn.steps):
+            action = self._action(playing, step, index)
+            self._live[action.id] = _Live(action, step, playing, self.now)
+            self.truth[action.id] = step
+            self.send(Submit(action=action))
+
+    def _action(self, playing: _Playing, step: Step, index: int) -> Action:
+        episode = playing.episode
+        return Action(
+            id=f"{episode.id}.{playing.turn}.{index}",
+            demand=step.demand,
+            run=episode.run,
+            task=step.task or episode.task,
+            trajectory=episode.id,
+            sandbox=playing.sandbox if CPU in step.demand.pools else "",
+            kind=step.kind,
+            key=step.key,
+            service=step.service,
+            duration_s=step.work_s if self._hints else None,
+            timeout_s=self._timeout_s,
+        )
+
+    def _end_episode(self, playing: _Playing) -> None:
+        self._finished_episodes += 1
+        self._ends.append(self.now)
+        if playing.failed:
+            self._failed_episodes += 1
+        if playing.sandbox:
+            self.send(Release(sandbox=playing.sandbox))
+
+    def _settled(self, effect: Settle) -> None:
+        outcome = effect.outcome
+        live = self._live.pop(outcome.action)
+        self.truth.pop(outcome.action, None)
+        self._rows.append(self._row(live, outcome))
+        playing = live.episode
+        playing.outstanding -= 1
+        if outcome.status not in (Status.SUCCEEDED, Status.TIMED_OUT):
+            playing.failed = True
+        if playing.outstanding == 0:
+            if playing.failed:
+                self._end_episode(playing)
+            else:
+                playing.turn += 1
+                self._think(playing)
+
+    def _refused(self, effect: Refuse) -> None:
+        live = self._live.get(effect.action)
+        if live is not None:
+            self._settled(Settle(outcome=Outcome(action=effect.action, status=Status.REFUSED, reason=effect.reason)))
+            return
+        for playing in self._playing:
+            if playing.sandbox == effect.action and not playing.failed:
+                playing.failed = True
+                playing.sandbox = ""
+                self._end_episode(playing)
+
+    def _row(self, live: _Live, outcome: Outcome) -> ActionRow:
+        return ActionRow(
+            id=live.action.id,
+            run=live.action.run,
+            kind=live.action.kind,
+            key=live.action.key,
+            status=outcome.status.value,
+            submitted_at=live.submitted_at,
+            ended_at=self.now,
+            waiting_s=outcome.waiting_s,
+            execution_s=outcome.execution_s,
+            overhead_s=outcome.overhead_s,
+            node=live.node,
+            width=live.width,
+            cpu_s=outcome.usage.cpu_s,
+        )
+
+    # ---- managers ----
+
+    def _start(self, effect: Start) -> None:
+        live = self._live[effect.action.id]
+        grant = effect.grant
+        live.grant, live.node, live.attempt = grant, grant.node, grant.attempt
+        live.started_at = -1.0
+        if self.fail_start is not None:
+            reason = self.fail_start(effect.action, grant.attempt)
+            if reason:
+                self.at(self.now, self._start_failed, live, grant.attempt, reason)
+                return
+        delay = self.slow_start_s(effect.action) if self.slow_start_s is not None else 0.0
+        if GPU in effect.action.demand.pools:
+            delay += self._load(live, grant)
+        if delay > 0.0:
+            self.at(self.now + delay, self._started, live, grant.attempt)
+        else:
+            self._started(live, grant.attempt)
+
+    def _start_failed(self, live: _Live, attempt: int, reason: str) -> None:
+        if self._current(live, attempt):
+            self.send(StartFailed(action=live.action.id, reason=reason))
+
+    def _current(self, live: _Live, attempt: int) -> bool:
+        return live.attempt == attempt and self._live.get(live.action.id) is live and live.grant is not None
+
+    def _load(self, live: _Live, grant: Grant) -> float:
+        devices = next(share.cells for share in grant.shares if share.pool.startswith(GPU))
+        seconds, evicted = self._devices.load(live.action.service, grant.node, devices, self.now)
+        for service, chunk in evicted:
+            self.send(Evicted(service=service, node=grant.node, devices=chunk))
+        return seconds
+
+    def _started(self, live: _Live, attempt: int) -> None:
+        if not self._current(live, attempt) or self.down.get(live.node):
+            return
+        live.started_at = self.now
+        grant, step = live.grant, live.step
+        assert grant is not None
+        self.send(Started(action=live.action.id))
+        if not self._current(live, attempt):
+            return
+        if CPU in live.action.demand.pools:
+            self._run_on_cpu(live, grant)
+            return
+        if GPU in live.action.demand.pools:
+            devices = next(share.cells for share in grant.shares if share.pool.startswith(GPU))
+            if self._devices.is_new(live.action.service, live.node, devices):
+                self.send(Resident(service=live.action.service, node=live.node, devices=devices))
+            live.width = float(len(devices))
+            self.at(self.now + step.work_s / step.speedup.at(live.width), self._finish, live, attempt, "")
+            return
+        refused = self._apis.enter(live.action, self.now)
+        if refused:
+            self.at(self.now + refused, self._finish, live, attempt, "429 too many requests")
+        else:
+            self.at(self.now + step.work_s, self._finish, live, attempt, "")
+
+    def _run_on_cpu(self, live: _Live, grant: Grant) -> None:
+        share = next(share for share in grant.shares if share.pool.startswith(CPU))
+        step = live.step
+        live.width = grant.width / CORE if step.demand.elastic == CPU else 1.0
+        live.limit = share.limit / CORE
+        work, demand = shape(step.work_s, step.busy, step.speedup, live.width, live.limit)
+        self.cpus[live.node].add(live.action.id, work, demand, share.reserved / CORE, self.now)
+        self._next_on(live.node)
+
+    def _next_on(self, node: str) -> None:
+        """Make sure that the next completion on the node will be noticed."""
+        following = self.cpus[node].next_completion()
+        if following is not None and following[0] < self._cpu_next[node]:
+            self._cpu_next[node] = following[0]
+            self.at(max(following[0], self.now), self._cpu_due, node, following[0])
+
+    def _cpu_due(self, node: str, expected_at: float) -> None:
+        """The next completion was expected now; contention may have moved it, or an earlier one came between."""
+        if self._cpu_next[node] != expected_at:
+            return
+        self._cpu_next[node] = math.inf
+        cpu = self.cpus.get(node)
+        if cpu is None or self.down.get(node):
+            return
+        following = cpu.next_completion()
+        if following is not None and following[0] <= self.now:
+            self._finish(self._live[following[1]], self._live[following[1]].attempt, "")
+            self._samples.add(self.now, sum(cpu.busy for cpu in self.cpus.values()))
+        if node in self.cpus:
+            self._next_on(node)
+
+    def _finish(self, live: _Live, attempt: int, lost: str) -> None:
+        if not self._current(live, attempt) or live.started_at < 0.0:
+            return
+        usage = self._leave(live)
+        live.grant = None
+        self.send(Finished(action=live.action.id, usage=usage, lost=lost))
+
+    def _leave(self, live: _Live) -> Usage:
+        """Take the action off its node and measure it."""
+        kinds = live.action.demand.pools
+        if CPU in kinds and live.node in self.cpus:
+            used = self.cpus[live.node].remove(live.action.id, self.now)
+            self._next_on(live.node)
+            return Usage(cpu_s=used.used_core_s, throttled_s=used.slowed_s, starved_s=used.slowed_s)
+        if CPU not in kinds and GPU not in kinds:
+            self._apis.leave(live.action)
+        return Usage()
+
+    def _resize(self, effect: Resize) -> None:
+        live = self._live[effect.action]
+        if live.started_at >= 0.0:
+            step = live.step
+            before, _ = shape(step.work_s, step.busy, step.speedup, live.width, live.limit)
+            live.limit = effect.limit / CORE
+            after, demand = shape(step.work_s, step.busy, step.speedup, live.width, live.limit)
+            self.cpus[live.node].reconfigure(
+                effect.action, self.now, demand=demand, weight=effect.reserved / CORE, scale=after / before
+            )
+            self._next_on(live.node)
+        self.send(Resized(action=effect.action, limit=effect.limit))
+
+    def _stop(self, effect: Stop) -> None:
+        live = self._live[effect.action]
+        self.at(self.now, self._stopped, live, live.attempt)
+
+    def _stopped(self, live: _Live, attempt: int) -> None:
+        if not self._current(live, attempt):
+            return
+        usage = self._leave(live) if live.started_at >= 0.0 else Usage()
+        live.grant = None
+        self.send(Finished(action=live.action.id, usage=usage))
+
+    def _restore(self, effect: Restore) -> None:
+        seconds, evicted = self._devices.load(effect.service, effect.node, effect.devices, self.now)
+        for service, chunk in evicted:
+            self.send(Evicted(service=service, node=effect.node, devices=chunk))
+        self.at(self.now + seconds, self._restored, effect)
+
+    def _restored(self, effect: Restore) -> None:
+        if self._devices.is_new(effect.service, effect.node, effect.devices):
+            self.send(Resident(service=effect.service, node=effect.node, devices=effect.devices))
+
+    def _wake_at(self, effect: WakeAt) -> None:
+        self.at(max(effect.at, self.now), self._tick)
+
+    def _tick(self) -> None:
+        self.send(Tick())
+
+    # ---- faults ----
+
+    def node_down(self, node: str) -> None:
+        """The machine is gone; its actions end without a word."""
+        if self.down.get(node):
+            return
+        self.down[node] = True
+        if node in self.cpus:
+            self.cpus[node] = self._fresh_cpu(node)
+        self._devices.clear(node)
+        for live in self._live.values():
+            if live.grant is not None and live.node == node:
+                live.grant = None
+        self.send(NodeChanged(node=node, state=NodeState.DOWN))
+
+    def _fresh_cpu(self, node: str) -> CpuShare:
+        self._core_s_before += self.cpus[node].used_total(self.now)
+        cpu = CpuShare(self.pools[f"{CPU}@{node}"].total / CORE)
+        cpu.set_capacity(self.pools[f"{CPU}@{node}"].total / CORE, self.now)
+        return cpu
+
+    def node_up(self, node: str) -> None:
+        """The machine is back, empty."""
+        if not self.down.pop(node, False):
+            return
+        for pool in self.pools.values():
+            if pool.node == node:
+                self.send(PoolChanged(pool=pool))
+        self.send(NodeChanged(node=node, state=NodeState.UP))
+
+    def crash(self, pick: float) -> None:
+        """One running action dies on our side; `pick` in [0, 1) chooses which."""
+        running = [live for live in self._live.values() if live.grant is not None and live.started_at >= 0.0]
+        if running:
+            live = running[int(pick * len(running))]
+            self._finish(live, live.attempt, "its process was killed")
+
+    def change_pool(self, pool: Pool) -> None:
+        self.pools[pool.name] = pool
+        if pool.kind == CPU and not self.down.get(pool.node):
+            self.cpus[pool.node].set_capacity(pool.total / CORE, self.now)
+            self._next_on(pool.node)
+        self._apis.change(pool)
+        self.send(PoolChanged(pool=pool))
+
+    # ---- result ----
+
+    def _result(self) -> Result:
+        capacity = sum(pool.total for pool in self.pools.values() if pool.kind == CPU) / CORE
+        used = self._core_s_before + sum(cpu.used_total(self.now) for cpu in self.cpus.values())
+        return Result(
+            name=self._name,
+            workload=self.workload.name,
+            seed=self.workload.seed,
+            rows=self._rows,
+            episode_ends=self._ends,
+            episodes_failed=self._failed_episodes,
+            makespan_s=max(self._ends, default=0.0) - min((e.start_s for e in self.workload.episodes), default=0.0),
+            cores=capacity,
+            core_s=used,
+            busy=self._samples.rows(),
+        )
+
+
+_EFFECTS: dict[type, Callable[[Engine, Any], None]] = {
+    Start: Engine._start,
+    Resize: Engine._resize,
+    Stop: Engine._stop,
+    Restore: Engine._restore,
+    WakeAt: Engine._wake_at,
+    Settle: Engine._settled,
+    Refuse: Engine._refused,
+}

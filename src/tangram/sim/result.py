@@ -1,0 +1,95 @@
+"""The result of one simulation, and what people ask of it: ACT, waiting, step time, use of cores."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+SAMPLES_MAX = 4000
+"""Points kept of a curve over time; beyond it every second one is dropped and the spacing doubles."""
+
+
+class ActionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One settled action."""
+
+    id: str
+    run: str
+    kind: str
+    key: str
+    status: str
+    submitted_at: float
+    ended_at: float
+    waiting_s: float
+    execution_s: float
+    overhead_s: float
+    node: str
+    width: float
+    cpu_s: float
+
+    @property
+    def act_s(self) -> float:
+        return self.ended_at - self.submitted_at
+
+
+class Samples:
+    """A curve over time in bounded memory."""
+
+    __slots__ = ("_rows", "_spacing")
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, float]] = []
+        self._spacing = 0.0
+
+    def add(self, now: float, value: float) -> None:
+        rows = self._rows
+        if rows and now - rows[-1][0] < self._spacing:
+            return
+        rows.append((now, value))
+        if len(rows) > SAMPLES_MAX:
+            self._rows = rows[::2]
+            self._spacing = max(self._spacing * 2.0, (rows[-1][0] - rows[0][0]) / SAMPLES_MAX)
+
+    def rows(self) -> list[tuple[float, float]]:
+        return self._rows
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload under one orchestrator."""
+
+    name: str
+    workload: str
+    seed: int
+    rows: list[ActionRow]
+    episode_ends: list[float]
+    episodes_failed: int
+    makespan_s: float
+    """The step: from the first start to the end of the slowest trajectory."""
+    cores: float
+    core_s: float
+    """CPU seconds really used."""
+    busy: list[tuple[float, float]]
+    """Cores in use over time."""
+
+    def acts(self, kind: str = "") -> np.ndarray:
+        return np.array([row.act_s for row in self.rows if not kind or row.kind == kind])
+
+    def summary(self) -> dict[str, float]:
+        """The numbers of a table row."""
+        acts = self.acts()
+        executions = np.array([row.execution_s for row in self.rows])
+        waits = np.array([row.waiting_s for row in self.rows])
+        if not len(acts):
+            return {"actions": 0.0}
+        return {
+            "actions": float(len(acts)),
+            "act_mean_s": float(acts.mean()),
+            "act_p50_s": float(np.percentile(acts, 50)),
+            "act_p95_s": float(np.percentile(acts, 95)),
+            "act_p99_s": float(np.percentile(acts, 99)),
+            "act_weighted_s": float((acts * executions).sum() / max(executions.sum(), 1e-12)),
+            "waiting_mean_s": float(waits.mean()),
+            "execution_mean_s": float(executions.mean()),
+            "step_s": self.makespan_s,
+            "core_use": self.core_s / (self.cores * self.makespan_s) if self.cores and self.makespan_s else 0.0,
+            "failed": float(self.episodes_failed),
+        }

@@ -1,0 +1,97 @@
+"""One call for one simulation: a workload, the name of a policy or baseline, pools; out comes a Result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tangram.core.messages import Effect, Event, Pool
+from tangram.core.policies import POLICIES, policy
+from tangram.core.scheduler import Limits, Scheduler
+from tangram.errors import InvalidConfig
+from tangram.sim.baselines import Baseline, PodsConfig
+from tangram.sim.engine import Engine, Orchestrator
+from tangram.sim.episode import Workload
+from tangram.sim.faults import Fault, inject
+from tangram.sim.oracle import Oracle
+from tangram.sim.result import Result
+
+BASELINES = {
+    "pods:R": "one pod per trajectory with a request of R cores, fixed devices per service, uncontrolled API calls",
+    "alone": "every action alone on cores of its own: no waiting, no sharing; the most any scheduler could reach",
+}
+"""Names beside the policies that `simulate` takes."""
+
+KNOWLEDGE = ("learned", "hints", "perfect")
+
+
+def simulate(
+    workload: Workload,
+    name: str,
+    pools: tuple[Pool, ...],
+    *,
+    knowledge: str = "learned",
+    limits: Limits | None = None,
+    faults: tuple[Fault, ...] = (),
+    pods: PodsConfig | None = None,
+    timeout_s: float | None = None,
+    observer: Callable[[float, Event, list[Effect]], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Play the workload under a policy or a baseline.
+
+    `knowledge`: "learned" tells the scheduler nothing beforehand, "hints" gives every action its duration,
+    "perfect" lets it know durations, speed-ups and CPU use.
+    """
+    if knowledge not in KNOWLEDGE:
+        raise InvalidConfig("knowledge", knowledge, f"one of {', '.join(KNOWLEDGE)}")
+    if name == "alone":
+        pools = _endless(pools)
+    engine = Engine(
+        workload,
+        _orchestrator(name, workload, pools, knowledge, limits, pods),
+        pools,
+        name=name,
+        hints=knowledge == "hints",
+        timeout_s=timeout_s,
+        observer=observer,
+        progress=progress,
+    )
+    scheduler = engine.orchestrator
+    if knowledge == "perfect" and isinstance(scheduler, Scheduler):
+        scheduler.knowledge = Oracle(engine.truth)
+    inject(engine, faults)
+    return engine.run()
+
+
+def _orchestrator(
+    name: str,
+    workload: Workload,
+    pools: tuple[Pool, ...],
+    knowledge: str,
+    limits: Limits | None,
+    pods: PodsConfig | None,
+) -> Orchestrator:
+    family, _, option = name.partition(":")
+    if family == "pods":
+        config = pods or PodsConfig(request=_request(option))
+        return Baseline(pools, tuple(service.name for service in workload.services), config)
+    if name == "alone":
+        return Scheduler(policy("adaptive"), pools, limits=limits)
+    if family not in {known.partition(":")[0] for known in POLICIES}:
+        raise InvalidConfig("policy", name, f"one of {', '.join([*POLICIES, *BASELINES])}")
+    return Scheduler(policy(name), pools, limits=limits)
+
+
+def _request(option: str) -> float:
+    try:
+        return float(option or 0.5)
+    except ValueError:
+        raise InvalidConfig("policy", f"pods:{option}", "pods:R with R cores, such as pods:0.5") from None
+
+
+def _endless(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+    """So much of everything that nobody ever waits or shares."""
+    return tuple(
+        Pool(kind=pool.kind, node=pool.node, total=pool.total * 10_000 if pool.kind != "gpu" else pool.total)
+        for pool in pools
+    )

@@ -1,0 +1,389 @@
+"""Traces: recorded csv files as workloads.
+
+Owns the reading of three kinds of file, told apart by their header line:
+
+    tool calls   trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max
+    rewards      task,duration_s                       one run of a task's test suite per line
+    requests     day,arrival_s,model,exec_s            one request to a model service per line
+
+Further columns are ignored. A workload larger or smaller than its trace is drawn by whole trajectory, never by
+action, so what belongs together stays together. Promises InvalidTrace with file and line for whatever is malformed.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tangram.core.demand import CPU, GPU, Demand, cores, learned, one_of
+from tangram.core.speedup import PowerLaw
+from tangram.errors import InvalidConfig, InvalidTrace
+from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.workloads import elastic, options
+from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY
+from tangram.sim.workloads.fit import SECONDS_MIN, stream
+
+CODING_COLUMNS = (
+    "trajectory",
+    "seq",
+    "tool",
+    "category",
+    "think_s",
+    "duration_s",
+    "cpu_seconds",
+    "cpu_cores_max",
+    "mem_mb_max",
+)
+REWARD_COLUMNS = ("task", "duration_s")
+REQUEST_COLUMNS = ("day", "arrival_s", "model", "exec_s")
+
+REWARDS_BESIDE = "reward_tests.csv"
+"""The rewards of a coding trace, if a file of this name lies beside it."""
+
+COARSE_S = 1.0
+"""CPU was sampled about once a second: the use of one shorter call is noise, so short calls share their mean."""
+BUSY_MIN, BUSY_MAX = 0.01, 12.0
+"""Cores: no call uses none, and none on record used more than twelve."""
+MEMORY_STEP = 256
+"""MiB: sandboxes are sized in such steps."""
+NAME_LENGTH_MAX = 100
+"""Names become parts of ids, which have a limit of their own."""
+DAY_S = 86_400.0
+
+
+def load(path: str | Path, *, batch: int | None = None, seed: int = 0, **chosen: Any) -> Workload:
+    """The workload of a trace file of any kind; `chosen` are the options of the loader for its kind."""
+    path = Path(path)
+    header = _header(path)
+    for columns, loader in _LOADERS.items():
+        if set(columns) <= set(header):
+            options.accepted(f"trace {path.name}", loader, chosen)
+            return loader(path, batch=batch, seed=seed, **chosen)
+    kinds = "; or ".join(",".join(columns) for columns in _LOADERS)
+    raise InvalidTrace(f"{path}:1", ",".join(header), f"a header with the columns {kinds}")
+
+
+# ---- tool calls -----------------------------------------------------------------------------------------------
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a trace of tool calls."""
+
+    seq: float
+    key: str
+    think_s: float
+    seconds: float
+    cpu_s: float
+    cores_max: float
+    memory: float
+
+
+def load_coding(
+    path: str | Path,
+    *,
+    batch: int | None = None,
+    seed: int = 0,
+    run: str = "coding",
+    group: int = 8,
+    memory: int | None = None,
+    rewards: str | Path | None = REWARDS_BESIDE,
+    reward_cores_max: int = 16,
+    reward_exponent: float = 0.75,
+) -> Workload:
+    """`batch` whole trajectories drawn from the trace (None: each once, in the order of the file).
+
+    `memory` in MiB per sandbox; None: the recorded peak, rounded up. `rewards`: a file of rewards to end with, where
+    siblings share a task; None: no rewards. By default the one beside the trace, if there is one.
+    """
+    path = Path(path)
+    _check_coding_options(run, group, memory, reward_cores_max, reward_exponent)
+    trajectories = list(_read_calls(path).values())
+    recorded = [_turns(calls) for calls in trajectories]
+    memories = [_memory_steps(calls) if memory is None else memory for calls in trajectories]
+    picks = list(range(len(recorded))) if batch is None else _picks(batch, len(recorded), seed, "trajectory")
+    endings = _reward_turns(_rewards_path(path, rewards), len(picks), seed, group, reward_cores_max, reward_exponent)
+    episodes = tuple(
+        Episode(
+            id=f"{run}/{k}",
+            run=run,
+            task="coding",
+            group=f"{run}/g{k // group}",
+            memory=memories[pick],
+            turns=(*recorded[pick], *ending),
+        )
+        for k, (pick, ending) in enumerate(zip(picks, endings, strict=True))
+    )
+    return Workload(name=path.stem, seed=seed, episodes=episodes)
+
+
+def _check_coding_options(
+    run: str, group: int, memory: int | None, reward_cores_max: int, reward_exponent: float
+) -> None:
+    options.word("run", run)
+    options.whole("group", group)
+    if memory is not None:
+        options.whole("memory", memory, least=0)
+    options.whole("reward_cores_max", reward_cores_max)
+    options.number("reward_exponent", reward_exponent, most=1.0)
+
+
+def _read_calls(path: Path) -> dict[str, list[_Call]]:
+    """The calls of each trajectory in their order, by trajectory."""
+    calls_by_trajectory: dict[str, list[_Call]] = {}
+    for line in _lines(path, CODING_COLUMNS):
+        tool, category = line.name("tool"), line.name("category")
+        call = _Call(
+            seq=line.number("seq"),
+            key=f"bash:{category}" if tool.lower() == "bash" else tool.lower(),
+            think_s=line.number("think_s"),
+            seconds=max(SECONDS_MIN, line.number("duration_s")),
+            cpu_s=line.number("cpu_seconds"),
+            cores_max=line.number("cpu_cores_max"),
+            memory=line.number("mem_mb_max"),
+        )
+        calls_by_trajectory.setdefault(line.name("trajectory"), []).append(call)
+    return {name: sorted(calls, key=lambda call: call.seq) for name, calls in calls_by_trajectory.items()}
+
+
+def _turns(calls: list[_Call]) -> tuple[Turn, ...]:
+    demand = Demand({CPU: learned(LIMIT_CORES)})
+    short = [call for call in calls if call.seconds < COARSE_S]
+    short_use = sum(call.cpu_s for call in short) / sum(call.seconds for call in short) if short else 0.0
+    turns = []
+    for call in calls:
+        if call.seconds < COARSE_S:
+            busy = _bounded(short_use, BUSY_MAX)
+        else:
+            busy = _bounded(call.cpu_s / call.seconds, call.cores_max or BUSY_MAX)
+        step = Step(kind="exec", key=call.key, demand=demand, work_s=call.seconds, busy=busy)
+        turns.append(Turn(think_s=call.think_s, steps=(step,)))
+    return tuple(turns)
+
+
+def _bounded(use: float, most: float) -> float:
+    return max(BUSY_MIN, min(use, most, BUSY_MAX))
+
+
+def _memory_steps(calls: list[_Call]) -> int:
+    return MEMORY_STEP * max(1, math.ceil(max(call.memory for call in calls) / MEMORY_STEP))
+
+
+# ---- rewards --------------------------------------------------------------------------------------------------
+
+
+def load_reward_tests(
+    path: str | Path,
+    *,
+    batch: int | None = None,
+    seed: int = 0,
+    run: str = "elastic",
+    load: float = 0.7,
+    units: int = 32,
+    exponent: float = 0.75,
+) -> Workload:
+    """The `elastic` workload with recorded durations: independent rewards with Poisson arrivals at that load."""
+    path = Path(path)
+    rows = [(task, seconds) for task, runs in _read_rewards(path).items() for seconds in runs]
+    picked = [rows[pick] for pick in _picks(len(rows) if batch is None else batch, len(rows), seed, "reward")]
+    episodes = elastic.arrivals(
+        [seconds for _, seconds in picked],
+        [task for task, _ in picked],
+        mean_s=sum(seconds for _, seconds in rows) / len(rows),
+        seed=seed,
+        run=run,
+        load=load,
+        units=units,
+        exponent=exponent,
+    )
+    return Workload(name=path.stem, seed=seed, episodes=episodes)
+
+
+def _read_rewards(path: Path) -> dict[str, list[float]]:
+    """The recorded durations of each task's test suite, by task."""
+    seconds_by_task: dict[str, list[float]] = {}
+    for line in _lines(path, REWARD_COLUMNS):
+        seconds_by_task.setdefault(line.name("task"), []).append(max(SECONDS_MIN, line.number("duration_s")))
+    return seconds_by_task
+
+
+def _rewards_path(coding: Path, rewards: str | Path | None) -> Path | None:
+    if rewards != REWARDS_BESIDE:
+        return None if rewards is None else Path(rewards)
+    beside = coding.with_name(REWARDS_BESIDE)
+    return beside if beside.exists() else None
+
+
+def _reward_turns(
+    path: Path | None, count: int, seed: int, group: int, cores_max: int, exponent: float
+) -> list[tuple[Turn, ...]]:
+    """How each of `count` episodes ends: siblings get different runs of one task's test suite."""
+    if path is None:
+        return [()] * count
+    tasks = list(_read_rewards(path).items())
+    demand = Demand({CPU: cores(1, cores_max)})
+    law = PowerLaw(exponent)
+    task_picks = _picks(-(-count // group), len(tasks), seed, "task")
+    places = stream("trace", seed, "run").random(count).tolist()
+    turns: list[tuple[Turn, ...]] = []
+    for k, place in enumerate(places):
+        task, runs = tasks[task_picks[k // group]]
+        seconds = runs[int(place * len(runs))]
+        step = Step(kind="reward", key="tests", demand=demand, work_s=seconds, busy=REWARD_BUSY, speedup=law, task=task)
+        turns.append((Turn(think_s=0.0, steps=(step,)),))
+    return turns
+
+
+# ---- requests to model services -------------------------------------------------------------------------------
+
+
+def load_gpu_requests(
+    path: str | Path,
+    *,
+    batch: int | None = None,
+    seed: int = 0,
+    run: str = "requests",
+    day: int | None = None,
+    restore_s: float = 22.0,
+    memory_gib: float = 24.0,
+    degrees: tuple[int, ...] = (1,),
+    exponent: float = 0.0,
+) -> Workload:
+    """One episode per request at its recorded time, the first of them at 0; nothing is drawn.
+
+    `day` None: all days in a row. `batch`: only the first that many. The trace says nothing of the services: give
+    their `restore_s` (22 s is a cold load of a base model), `memory_gib`, `degrees` and speed-up `exponent`.
+    """
+    path = Path(path)
+    options.word("run", run)
+    for name, value in (("restore_s", restore_s), ("memory_gib", memory_gib)):
+        options.number(name, value)
+    degrees = options.degrees(degrees)
+    options.number("exponent", exponent, most=1.0)
+    requests = _read_requests(path, day)
+    if batch is not None:
+        options.whole("batch", batch)
+        requests = requests[:batch]
+    demand, law, start_s = Demand({GPU: one_of(*degrees)}), PowerLaw(exponent), requests[0][0]
+    episodes = []
+    for k, (at, model, seconds) in enumerate(requests):
+        step = Step(kind="teacher", key=model, demand=demand, service=model, work_s=seconds, speedup=law)
+        turn = Turn(think_s=0.0, steps=(step,))
+        episodes.append(Episode(id=f"{run}/{k}", run=run, task="requests", start_s=at - start_s, turns=(turn,)))
+    services = tuple(
+        ServiceModel(name=model, memory_gib=memory_gib, restore_s=restore_s, degrees=degrees)
+        for model in dict.fromkeys(model for _, model, _ in requests)
+    )
+    return Workload(name=path.stem, seed=seed, episodes=tuple(episodes), services=services)
+
+
+def _read_requests(path: Path, day: int | None) -> list[tuple[float, str, float]]:
+    """Second since the start of day 0, model and execution seconds, in the order of arrival.
+
+    A line with no model and no execution is a request that failed before it reached one: it used no device, and is
+    left out. No model but some execution is malformed.
+    """
+    requests, days = [], set()
+    for line in _lines(path, REQUEST_COLUMNS):
+        line_day, at, seconds = line.whole("day"), line.number("arrival_s"), line.number("exec_s")
+        if not line.cells["model"].strip() and seconds == 0.0:
+            continue
+        model = line.name("model")
+        days.add(line_day)
+        if day is None or line_day == day:
+            requests.append((line_day * DAY_S + at, model, max(SECONDS_MIN, seconds)))
+    if not requests:
+        found = ", ".join(map(str, sorted(days))) or "none, as no request in it reached a model"
+        raise InvalidConfig("day", day, f"a day of {path}: {found}")
+    return sorted(requests, key=lambda request: request[0])
+
+
+_LOADERS: dict[tuple[str, ...], Callable[..., Workload]] = {
+    CODING_COLUMNS: load_coding,
+    REQUEST_COLUMNS: load_gpu_requests,
+    REWARD_COLUMNS: load_reward_tests,
+}
+
+
+# ---- lines ----------------------------------------------------------------------------------------------------
+
+
+class _Line:
+    """One line of a csv file, whose cells are checked when they are read."""
+
+    def __init__(self, where: str, cells: dict[str, str]) -> None:
+        self.where = where
+        self.cells = cells
+
+    def number(self, column: str) -> float:
+        cell = self.cells[column]
+        try:
+            value = float(cell)
+        except ValueError:
+            value = math.nan
+        if not 0.0 <= value < math.inf:
+            raise InvalidTrace(f"{self.where} {column}", cell, "a finite number, at least 0")
+        return value
+
+    def whole(self, column: str) -> int:
+        value = self.number(column)
+        if value != int(value):
+            raise InvalidTrace(f"{self.where} {column}", self.cells[column], "a whole number, at least 0")
+        return int(value)
+
+    def name(self, column: str) -> str:
+        cell = self.cells[column].strip()
+        if not cell or len(cell) > NAME_LENGTH_MAX or not cell.isprintable():
+            raise InvalidTrace(f"{self.where} {column}", cell, f"a name of 1 to {NAME_LENGTH_MAX} printable characters")
+        return cell
+
+
+def _picks(count: int, among: int, seed: int, what: str) -> list[int]:
+    """`count` draws with replacement; draw k is the same whatever the count."""
+    options.whole("batch", count)
+    options.whole("seed", seed, least=0)
+    return [int(place * among) for place in stream("trace", seed, what).random(count).tolist()]
+
+
+def _header(path: Path) -> list[str]:
+    return next(_cells(path))[1]
+
+
+def _lines(path: Path, columns: tuple[str, ...]) -> Iterator[_Line]:
+    """Every line below the header; at least one."""
+    rows = _cells(path)
+    _, header = next(rows)
+    for column in columns:
+        if column not in header:
+            raise InvalidTrace(f"{path}:1", ",".join(header), f"a header with the column {column!r}")
+    empty = True
+    for number, cells in rows:
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            raise InvalidTrace(f"{path}:{number}", ",".join(cells), f"{len(header)} cells, one for each column")
+        empty = False
+        yield _Line(f"{path}:{number}", dict(zip(header, cells, strict=True)))
+    if empty:
+        raise InvalidTrace(f"{path}:2", "the end of the file", "at least one line below the header")
+
+
+def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The cells of every line with its number; the first is the header."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            header = next(reader, None)
+            if not header:
+                raise InvalidTrace(f"{path}:1", "an empty line", "a header that names the columns")
+            yield 1, [cell.strip() for cell in header]
+            for cells in reader:
+                yield reader.line_num, cells
+    except OSError as error:
+        raise InvalidConfig("trace", str(path), f"a csv file that can be read ({error.strerror})") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidTrace(str(path), str(error), "csv text in UTF-8") from error

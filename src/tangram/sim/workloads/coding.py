@@ -1,0 +1,257 @@
+"""The `coding` workload: a rollout batch of software-engineering agents in sandboxes, rewarded by test suites.
+
+Owns the shape of such trajectories. An episode starts its container, alternates thinking and tool calls, and ends
+with the reward: the test suite of its data set item. Groups of siblings work on one item, so the number of their
+calls, the length of their test runs and their reward move together. Promises that episode k is the same whatever
+the batch size.
+
+Fitted to measurements of real agents (left: the measured range; right: the exact value of the fit):
+
+    calls per trajectory        mean 29-59, p95 60-118                       44, 92
+    think before a call         p50 1.8-3.7 s, p95 6-17 s                    2.6, 9.7
+    call duration               p50 0.06-0.12, p90 1.8-2.3, p95 4-5.5 s      0.075, 2.1, 4.7
+                                p99 73-120, max 360, mean 2.7-3.1, CV 5-6    110, 360, 2.8, 5.6
+    test commands               p50 1.2-2.1, p95 20-29, p99 110-120 s        1.3, 24, 120
+                                70 % of shell time                           70 %
+    class median within 2x      0.65-0.77 of the calls                       0.71
+    cores while tools run       0.14-0.43, peak of a trajectory 1 (p50)-12   0.34, 1.0-12
+    tools busy                  36-52 % of a span of 165-468 s               44 % of 280 s
+    container start             p50 0.45, p90 2.1, p99 5.3 s                 0.45, 2.05, 5.2
+    reward                      p50 5.7, p95 63, p99 120 s                   5.7, 63, 120
+                                mean 17, CV 2.1; 0.5 sigma of log in a group 17, 2.1; 0.5
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from tangram.core.demand import CPU, Demand, cores, learned
+from tangram.core.speedup import PowerLaw
+from tangram.sim.episode import Episode, Step, Turn, Workload
+from tangram.sim.workloads import options
+from tangram.sim.workloads.fit import SECONDS_MIN, Floats, Mixture, Part, blend, lognormal, stream
+
+TOOL_LIMIT_S = 120.0
+"""Default time limit of a shell tool: the pile-up of durations at 120 s in every measurement."""
+
+LONG_LIMIT_S = 360.0
+LONG_LIMIT_SHARE = 0.25
+"""Share of the hopeless commands that the agent gave a longer limit: it brings the measured maximum and CV."""
+
+CALLS = lognormal(38.0, 0.54)
+CALLS_SIGMA_ITEM = 0.4
+"""Part of that spread that siblings share: how hard the item is."""
+CALLS_MIN, CALLS_MAX = 3, 200
+
+THINK = lognormal(2.6, 0.8)
+
+TESTS_SIGMA_ITEM = 0.35
+"""Part of the spread of test commands that comes from the repository, and that its reward shares."""
+
+REWARD_SIGMA = 0.5
+"""Spread of the log duration of one item's test suite between siblings."""
+REWARD_BUSY = 0.8
+"""Cores that a test suite keeps busy per core of its width; the rest of the time it reads files and waits."""
+REWARD_EXPONENTS = (0.6, 0.85)
+"""Test suites parallelise like the better developer commands (lint 0.6, type checks 0.76-0.88)."""
+
+START = Mixture((Part(0.75, 0.42, 0.15), Part(0.25, 1.75, 0.62)))
+"""Most containers start from a warm image at once; a quarter wait for the disk."""
+
+REWARD = Mixture((Part(0.628, 3.54, 0.61, 120.0), Part(0.36, 24.7, 0.762, 120.0), Part(0.012, 180.0, 0.81, 600.0)))
+"""Small suites, large suites, and the few data set items with a limit of ten minutes."""
+
+START_BUSY = 0.3
+LIMIT_CORES = 4.0
+"""What a pod per trajectory may use at most in the baseline of the papers."""
+
+
+class CallClass(msgspec.Struct, frozen=True):
+    """Calls that behave alike, as far as one can tell from the tool and the first word of the command."""
+
+    key: str
+    share: float
+    seconds: Mixture
+    cores: Mixture
+
+
+def _limited(weight: float, median: float, sigma: float) -> tuple[Part, Part]:
+    """Commands that mostly end by their time limit, of which some have the long one."""
+    return (
+        Part(weight * (1.0 - LONG_LIMIT_SHARE), median, sigma, TOOL_LIMIT_S),
+        Part(weight * LONG_LIMIT_SHARE, median, sigma, LONG_LIMIT_S),
+    )
+
+
+def _quick(median: float, sigma: float, slow: float = 0.0) -> Mixture:
+    """Calls of tens of milliseconds; a share meets a cold cache or a large tree and takes about a second."""
+    if not slow:
+        return lognormal(median, sigma, TOOL_LIMIT_S)
+    return Mixture((Part(1.0 - slow, median, sigma, TOOL_LIMIT_S), Part(slow, 0.9, 0.5, TOOL_LIMIT_S)))
+
+
+TESTS = Mixture(
+    (Part(0.783, 1.08, 0.62, TOOL_LIMIT_S), Part(0.176, 6.0, 0.85, TOOL_LIMIT_S), *_limited(0.041, 140, 0.45))
+)
+"""One test file, the whole suite, and suites that hang until the limit."""
+INSTALLS = Mixture((Part(0.70, 1.5, 0.45, TOOL_LIMIT_S), *_limited(0.30, 62.0, 0.9)))
+"""Already there, or downloaded and built."""
+
+LIGHT = lognormal(0.12, 0.6, 1.0)
+"""Waits for the disk and for the tool itself."""
+SCRIPT = Mixture((Part(0.6, 0.15, 0.6, 1.0), Part(0.4, 0.95, 0.1, 1.2)))
+TEST_CORES = Mixture((Part(0.80, 0.13, 0.7, 1.0), Part(0.18, 0.92, 0.08, 1.2), Part(0.02, 2.4, 0.7, 12.0)))
+"""Most tests wait, a fifth fill one core, a few start threads on every core they see."""
+INSTALL_CORES = Mixture((Part(0.8, 0.1, 0.7, 1.0), Part(0.18, 0.9, 0.1, 1.2), Part(0.02, 2.0, 0.5, 12.0)))
+"""Downloads wait, unpacking and byte-compiling fill a core, a compiler run fills several."""
+
+CLASSES = (
+    CallClass("read", 0.181, _quick(0.040, 0.40, slow=0.14), LIGHT),
+    CallClass("grep", 0.108, _quick(0.042, 0.45, slow=0.10), LIGHT),
+    CallClass("edit", 0.12, _quick(0.045, 0.42), LIGHT),
+    CallClass("write", 0.03, _quick(0.044, 0.35), LIGHT),
+    CallClass("todo", 0.05, _quick(0.025, 0.45), LIGHT),
+    CallClass("glob", 0.02, _quick(0.08, 0.60, slow=0.30), LIGHT),
+    CallClass("bash:ls", 0.09, _quick(0.055, 0.50, slow=0.20), LIGHT),
+    CallClass("bash:git", 0.06, _quick(0.07, 0.60, slow=0.30), LIGHT),
+    CallClass("bash:python", 0.05, _quick(0.9, 0.6), SCRIPT),
+    CallClass("bash:pytest", 0.259, TESTS, TEST_CORES),
+    CallClass("bash:pip", 0.032, INSTALLS, INSTALL_CORES),
+)
+"""Short calls dominate the count, tests the time, and a class predicts its calls only roughly."""
+
+CALL_SECONDS = blend(tuple((c.share, c.seconds) for c in CLASSES))
+
+
+class _Table:
+    """Mixtures of all classes side by side, so that one pass draws the calls of an episode whatever their classes."""
+
+    def __init__(self, mixtures: list[Mixture], sigma_shared: list[float]) -> None:
+        width = max(len(mixture.parts) for mixture in mixtures)
+        self.edges = np.ones((len(mixtures), width))
+        self.logs, self.sigmas = np.zeros_like(self.edges), np.zeros_like(self.edges)
+        self.caps = np.full_like(self.edges, math.inf)
+        for row, (mixture, shared) in enumerate(zip(mixtures, sigma_shared, strict=True)):
+            count = len(mixture.parts)
+            self.edges[row, : count - 1] = np.cumsum([part.weight for part in mixture.parts])[:-1]
+            self.logs[row, :count] = np.log([part.median for part in mixture.parts])
+            self.sigmas[row, :count] = [math.sqrt(part.sigma**2 - shared**2) for part in mixture.parts]
+            self.caps[row, :count] = [part.cap for part in mixture.parts]
+
+    def draw(self, rng: np.random.Generator, rows: np.ndarray, shift: Floats) -> Floats:
+        """One value per row; `shift` is added to its logarithm before the cap."""
+        part = (rng.random(len(rows))[:, None] >= self.edges[rows]).sum(axis=1)
+        logs = self.logs[rows, part] + self.sigmas[rows, part] * rng.standard_normal(len(rows)) + shift
+        values: Floats = np.minimum(np.exp(logs), self.caps[rows, part])
+        return values
+
+
+_TESTS_ROW = next(row for row, c in enumerate(CLASSES) if c.key == "bash:pytest")
+_SHARED = np.where(np.arange(len(CLASSES)) == _TESTS_ROW, TESTS_SIGMA_ITEM, 0.0)
+_SECONDS = _Table([c.seconds for c in CLASSES], _SHARED.tolist())
+_CORES = _Table([c.cores for c in CLASSES], [0.0] * len(CLASSES))
+_CLASS_EDGES = np.cumsum([c.share for c in CLASSES])[:-1]
+_KEYS = [c.key for c in CLASSES]
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the data set: what the siblings of a group have in common."""
+
+    name: str
+    calls_log: float
+    """Mean of the log number of calls."""
+    slowness: float
+    """Standard normal: how slow the tests of its repository are."""
+    reward_log: float
+    reward_cap_s: float
+    speedup: PowerLaw
+
+
+def draw_item(seed: int, number: int) -> Item:
+    rng = stream("coding", seed, "item", number)
+    slowness, difficulty = rng.standard_normal(2).tolist()
+    suite_draw, exponent_draw = rng.random(2).tolist()
+    suite = REWARD.parts[int(np.searchsorted(np.cumsum([p.weight for p in REWARD.parts])[:-1], suite_draw, "right"))]
+    low, high = REWARD_EXPONENTS
+    return Item(
+        name=f"item-{seed}-{number}",
+        calls_log=math.log(CALLS.parts[0].median) + CALLS_SIGMA_ITEM * difficulty,
+        slowness=slowness,
+        reward_log=math.log(suite.median) + math.sqrt(suite.sigma**2 - REWARD_SIGMA**2) * slowness,
+        reward_cap_s=suite.cap,
+        speedup=PowerLaw(low + (high - low) * exponent_draw),
+    )
+
+
+def draw_calls(rng: np.random.Generator, item: Item) -> tuple[list[float], list[str], list[float], list[float]]:
+    """The tool calls of one trajectory: think seconds, keys, durations and cores in use."""
+    sigma = math.sqrt(CALLS.parts[0].sigma ** 2 - CALLS_SIGMA_ITEM**2)
+    count = round(math.exp(item.calls_log + sigma * rng.standard_normal()))
+    count = min(max(count, CALLS_MIN), CALLS_MAX)
+    rows = np.searchsorted(_CLASS_EDGES, rng.random(count), side="right")
+    seconds = np.maximum(_SECONDS.draw(rng, rows, _SHARED[rows] * item.slowness), SECONDS_MIN)
+    busy = np.maximum(_CORES.draw(rng, rows, np.zeros(count)), 0.01)
+    return THINK.draw(rng, count).tolist(), [_KEYS[row] for row in rows.tolist()], seconds.tolist(), busy.tolist()
+
+
+def build(
+    *,
+    batch: int = 1280,
+    seed: int = 0,
+    run: str = "coding",
+    group: int = 8,
+    memory: int = 256,
+    reward_cores_max: int = 16,
+    spread_s: float = 0.0,
+) -> Workload:
+    """`memory` in MiB per sandbox; `spread_s` staggers the starts, which are otherwise all at 0."""
+    options.word("run", run)
+    options.whole("group", group)
+    options.whole("memory", memory, least=0)
+    options.whole("reward_cores_max", reward_cores_max)
+    options.number("spread_s", spread_s)
+    call = Demand({CPU: learned(LIMIT_CORES)})
+    reward = Demand({CPU: cores(1, reward_cores_max)})
+    items = [draw_item(seed, number) for number in range(-(-batch // group))]
+    episodes = []
+    for k in range(batch):
+        rng = stream("coding", seed, "episode", k)
+        episodes.append(
+            Episode(
+                id=f"{run}/{k}",
+                run=run,
+                task="coding",
+                group=f"{run}/g{k // group}",
+                start_s=spread_s * float(rng.random()),
+                memory=memory,
+                turns=_turns(rng, items[k // group], call, reward),
+            )
+        )
+    return Workload(name="coding", seed=seed, episodes=tuple(episodes))
+
+
+def _turns(rng: np.random.Generator, item: Item, call: Demand, reward: Demand) -> tuple[Turn, ...]:
+    start_s = float(START.draw(rng, 1)[0])
+    reward_think_s = float(THINK.draw(rng, 1)[0])
+    reward_log = item.reward_log + REWARD_SIGMA * float(rng.standard_normal())
+    reward_s = max(SECONDS_MIN, min(item.reward_cap_s, math.exp(reward_log)))
+    start = Step(kind="create", key="container", demand=call, work_s=start_s, busy=START_BUSY)
+    tests = Step(
+        kind="reward",
+        key="tests",
+        demand=reward,
+        work_s=reward_s,
+        busy=REWARD_BUSY,
+        speedup=item.speedup,
+        task=item.name,
+    )
+    turns = [Turn(think_s=0.0, steps=(start,))]
+    turns.extend(
+        Turn(think_s=think, steps=(Step(kind="exec", key=key, demand=call, work_s=work, busy=busy),))
+        for think, key, work, busy in zip(*draw_calls(rng, item), strict=True)
+    )
+    turns.append(Turn(think_s=reward_think_s, steps=(tests,)))
+    return tuple(turns)

@@ -1,0 +1,120 @@
+"""Distributions that the workloads draw from, and the streams of randomness that they draw with.
+
+Owns the mixture of lognormals with a cap: real durations are skewed, many-peaked and cut off by time limits, and
+this is the smallest family with all three. Its mean, spread and quantiles are exact, so a fit is checked without
+sampling. Promises the same numbers for the same seed under any PYTHONHASHSEED.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+SECONDS_MIN = 0.001
+"""The shortest action: durations of tool calls go down to a millisecond, and a duration of zero is no action."""
+
+
+def stream(*parts: object) -> np.random.Generator:
+    """A random stream of its own for every distinct sequence of names and numbers."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:16], "big"))
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One lognormal of a mixture."""
+
+    weight: float
+    median: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+    cap: float = math.inf
+    """Values above become the cap: the time limit of the tool or of the test runner."""
+
+    def below(self, x: float) -> float:
+        """The probability of a value of at most x."""
+        return 1.0 if x >= self.cap else _normal_cdf(math.log(x / self.median) / self.sigma) if x > 0.0 else 0.0
+
+    def moment(self, order: int) -> float:
+        """The expectation of the value to this power, by the closed form for a lognormal that is cut at the cap."""
+        spread = order * self.sigma
+        raw = self.median**order * math.exp(spread * spread / 2.0)
+        if math.isinf(self.cap):
+            return raw
+        z = math.log(self.cap / self.median) / self.sigma
+        return raw * _normal_cdf(z - spread) + self.cap**order * (1.0 - _normal_cdf(z))
+
+
+class Mixture(msgspec.Struct, frozen=True):
+    """A mixture of capped lognormals; the weights add up to one."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        total = sum(part.weight for part in self.parts)
+        assert abs(total - 1.0) < 1e-9, f"the weights of a mixture add up to 1, these to {total}"
+
+    def below(self, x: float) -> float:
+        return sum(part.weight * part.below(x) for part in self.parts)
+
+    def mean(self) -> float:
+        return sum(part.weight * part.moment(1) for part in self.parts)
+
+    def cv(self) -> float:
+        """Coefficient of variation: standard deviation over mean."""
+        mean = self.mean()
+        return math.sqrt(sum(part.weight * part.moment(2) for part in self.parts) - mean * mean) / mean
+
+    def quantile(self, share: float) -> float:
+        """The value below which this share lies, by bisection of the logarithm."""
+        low, high = 1e-6, 1e6
+        for _ in range(80):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self.below(middle) < share else (low, middle)
+        return high
+
+    def near_median(self, factor: float = 2.0) -> float:
+        """The share of values that the median predicts within this factor."""
+        median = self.quantile(0.5)
+        return self.below(median * factor) - self.below(median / factor)
+
+    def draw(self, rng: np.random.Generator, count: int) -> Floats:
+        """Three uniform numbers per value (its part, and a normal by Box-Muller): value k never depends on `count`."""
+        uniform = rng.random((count, 3))
+        edges = np.cumsum([part.weight for part in self.parts])[:-1]
+        part = np.searchsorted(edges, uniform[:, 0], side="right")
+        normal = np.sqrt(-2.0 * np.log1p(-uniform[:, 1])) * np.cos(2.0 * math.pi * uniform[:, 2])
+        logs = np.log([p.median for p in self.parts])[part] + np.array([p.sigma for p in self.parts])[part] * normal
+        caps = np.array([p.cap for p in self.parts])[part]
+        values: Floats = np.maximum(np.minimum(np.exp(logs), caps), SECONDS_MIN)
+        return values
+
+
+def blend(shares_and_mixtures: tuple[tuple[float, Mixture], ...]) -> Mixture:
+    """The mixture of mixtures: what all classes together look like."""
+    return Mixture(
+        tuple(
+            Part(share * part.weight, part.median, part.sigma, part.cap)
+            for share, mixture in shares_and_mixtures
+            for part in mixture.parts
+        )
+    )
+
+
+def lognormal(median: float, sigma: float, cap: float = math.inf) -> Mixture:
+    return Mixture((Part(1.0, median, sigma, cap),))
+
+
+def lognormal_by_mean(mean: float, cv: float, cap: float = math.inf) -> Mixture:
+    """The lognormal with this mean and coefficient of variation (before the cap)."""
+    variance = math.log(1.0 + cv * cv)
+    return lognormal(mean * math.exp(-variance / 2.0), math.sqrt(variance), cap)
+
+
+def _normal_cdf(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2.0))

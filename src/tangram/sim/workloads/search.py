@@ -1,0 +1,131 @@
+"""The `search` workload: deep search agents that call web APIs under quotas and are rewarded by a judge model.
+
+Owns the shape of such trajectories: 16-20 turns, each of which searches or reads pages with 1-5 queries side by
+side, then one call of the judge. Promises that episode k is the same whatever the batch size.
+
+Measured, and met by the distributions below:
+
+    search API (fast provider)  p50 0.35-0.7, p95 0.5-1.1, p99 0.7-1.2 s     0.5, 0.88, 1.12
+    page fetch                  mean 7.5-12 s, CV 0.4                        9.5, 0.4
+    judge                       p50 1.3, p95 9, p99 19.5 s                   1.3, 8.9, 19.8
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tangram.core.demand import GPU, Demand, fixed
+from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.workloads import options
+from tangram.sim.workloads.fit import lognormal, lognormal_by_mean, stream
+
+TURNS = (16, 20)
+QUERIES = (1, 5)
+SEARCH_SHARE = 0.6
+"""Of the turns; in the others the agent reads the pages that it found."""
+
+THINK = lognormal(3.0, 0.8)
+"""As for coding agents: the latency of the policy model."""
+SEARCH = lognormal(0.5, 0.345, 60.0)
+FETCH = lognormal_by_mean(9.5, 0.4, 120.0)
+JUDGE = lognormal(1.3, 1.17, 60.0)
+
+JUDGE_SERVICE = ServiceModel(name="judge", memory_gib=240.0, restore_s=0.5, degrees=(8,))
+"""One large model over eight devices, as in the paper; its durations are measured at that degree."""
+JUDGE_DEMAND = Demand({GPU: fixed(JUDGE_SERVICE.degrees[0])})
+
+SEARCH_RATE = 0.19
+FETCH_RATE = 0.13
+"""Calls per second of one trajectory without waiting: 3 queries per turn of 9.4 s, split by SEARCH_SHARE."""
+HEADROOM = 1.25
+"""Quotas that are not given are this much above the mean need: enough over time, too little for the bursts."""
+
+WINDOW_S = 60.0
+
+
+def window_kind(api: str) -> str:
+    """The pool kind of an API's requests per window; the API's name itself is the kind of its concurrency."""
+    return f"{api}/min"
+
+
+def build(
+    *,
+    batch: int = 2048,
+    seed: int = 0,
+    run: str = "search",
+    group: int = 8,
+    spread_s: float = 0.0,
+    search_concurrency: int | None = None,
+    search_per_minute: int | None = None,
+    fetch_concurrency: int | None = None,
+) -> Workload:
+    """The quotas are those that the APIs enforce; None sizes them to the batch."""
+    options.word("run", run)
+    options.whole("group", group)
+    options.number("spread_s", spread_s)
+    apis = (
+        ApiModel(
+            name="search",
+            concurrency=_quota("search_concurrency", search_concurrency, batch * SEARCH_RATE * SEARCH.mean()),
+            per_window=_quota("search_per_minute", search_per_minute, batch * SEARCH_RATE * WINDOW_S),
+            window_s=WINDOW_S,
+        ),
+        ApiModel(
+            name="fetch",
+            concurrency=_quota("fetch_concurrency", fetch_concurrency, batch * FETCH_RATE * FETCH.mean()),
+        ),
+    )
+    demands = [_demand(api) for api in apis]
+    episodes = []
+    for k in range(batch):
+        rng = stream("search", seed, "episode", k)
+        episodes.append(
+            Episode(
+                id=f"{run}/{k}",
+                run=run,
+                task="search",
+                group=f"{run}/g{k // group}",
+                start_s=spread_s * float(rng.random()),
+                turns=_turns(rng, demands[0], demands[1]),
+            )
+        )
+    return Workload(name="search", seed=seed, episodes=tuple(episodes), services=(JUDGE_SERVICE,), apis=apis)
+
+
+def _quota(option: str, given: int | None, mean_need: float) -> int:
+    if given is None:
+        return max(QUERIES[1], math.ceil(HEADROOM * mean_need))
+    options.whole(option, given)
+    return given
+
+
+def _demand(api: ApiModel) -> Demand:
+    """One unit of each quota that the API has."""
+    pools = {api.name: fixed(1)}
+    if api.per_window:
+        pools[window_kind(api.name)] = fixed(1)
+    return Demand(pools)
+
+
+def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[Turn, ...]:
+    count = int(rng.integers(TURNS[0], TURNS[1] + 1))
+    widths = rng.integers(QUERIES[0], QUERIES[1] + 1, size=count).tolist()
+    searches = (rng.random(count) < SEARCH_SHARE).tolist()
+    thinks = THINK.draw(rng, count + 1).tolist()
+    search_s = iter(SEARCH.draw(rng, count * QUERIES[1]).tolist())
+    fetch_s = iter(FETCH.draw(rng, count * QUERIES[1]).tolist())
+    turns = []
+    for width, searching, think in zip(widths, searches, thinks, strict=False):
+        kind, demand, seconds = ("search", search, search_s) if searching else ("fetch", fetch, fetch_s)
+        steps = tuple(Step(kind=kind, key=kind, demand=demand, work_s=next(seconds), busy=0.0) for _ in range(width))
+        turns.append(Turn(think_s=think, steps=steps))
+    judge = Step(
+        kind="judge",
+        key="judge",
+        demand=JUDGE_DEMAND,
+        service=JUDGE_SERVICE.name,
+        work_s=float(JUDGE.draw(rng, 1)[0]),
+    )
+    return (*turns, Turn(think_s=thinks[-1], steps=(judge,)))

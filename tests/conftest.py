@@ -1,0 +1,19 @@
+"""Settings that hold for every test.
+
+Property tests use the profile `ci` unless HYPOTHESIS_PROFILE names another: the same examples in every run, so that a
+red test is red again on the next machine. HYPOTHESIS_PROFILE=dev searches at random and remembers what failed.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says nothing here about the code: tests share machines of unknown speed, and timing
+# belongs in benchmarks.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+settings.register_profile("ci", UNTIMED, derandomize=True, database=None, max_examples=100, print_blob=True)
+settings.register_profile("dev", UNTIMED, derandomize=False, max_examples=300, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

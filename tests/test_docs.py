@@ -1,0 +1,253 @@
+"""The documentation is true: its Python runs, its links lead somewhere, and the commands it shows exist.
+
+There is no mark that keeps a block from running. An example that cannot run is not an example.
+"""
+
+from __future__ import annotations
+
+import html.parser
+import itertools
+import re
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+OTHER_NAMES_OF_PYTHON = ("py", "py3", "python3", "pycon", "ipython")
+"""A block under one of these would look like Python and not be run."""
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+# Reading Markdown.
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    language: str
+    line: int
+    """The line of the document that holds its first line of text, counted from 1."""
+    text: str
+
+
+def tokens_of(text: str) -> list[Token]:
+    """Every token of a document, those inside paragraphs included."""
+    found = []
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        found += [token, *(token.children or [])]
+    return found
+
+
+def blocks_of(text: str) -> list[Block]:
+    found = []
+    for token in tokens_of(text):
+        if token.type == "fence":
+            words = token.info.lower().split()
+            # The map starts at the opening fence and counts from 0; the text starts one line below.
+            found.append(Block(words[0] if words else "", token.map[0] + 2, token.content))
+    return found
+
+
+class _Attributes(html.parser.HTMLParser):
+    """The links and anchors of a piece of HTML inside Markdown."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src", "srcset"):
+                self.links.append(value or "")
+            elif name in ("id", "name"):
+                self.anchors.append(value or "")
+
+
+def links_of(text: str) -> list[str]:
+    found = []
+    for token in tokens_of(text):
+        if token.type == "link_open":
+            found.append(str(token.attrs["href"]))
+        elif token.type == "image":
+            found.append(str(token.attrs["src"]))
+        elif token.type in ("html_block", "html_inline"):
+            found += _Attributes(token.content).links
+    return found
+
+
+def anchors_of(text: str) -> list[str]:
+    """Where `#...` can point in a document, by the rules of GitHub."""
+    found: list[str] = []
+    tokens = tokens_of(text)
+    for before, token in itertools.pairwise(tokens):
+        if before.type == "heading_open":
+            heading = "".join(part.content for part in token.children or [] if part.type in ("text", "code_inline"))
+            slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+            repeats = sum(re.fullmatch(re.escape(slug) + r"(-\d+)?", anchor) is not None for anchor in found)
+            found.append(f"{slug}-{repeats}" if slug in found else slug)
+        elif token.type in ("html_block", "html_inline"):
+            found += _Attributes(token.content).anchors
+    return found
+
+
+# The three checks.
+
+
+def run_blocks(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the Python of one document from top to bottom, as one program."""
+    # As __main__ and in sys.modules: so `if __name__ == "__main__"` runs, and annotations and pickles find their names.
+    program = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    for block in blocks_of(document.read_text(encoding="utf-8")):
+        assert block.language not in OTHER_NAMES_OF_PYTHON, (
+            f"{document}:{block.line}: call the language of this block python, so that it is run"
+        )
+        if block.language == "python":
+            # Moved down to its own line, so that a traceback names and shows the line of the document.
+            padded = "\n" * (block.line - 1) + block.text
+            exec(compile(padded, str(document), "exec", dont_inherit=True), vars(program))
+
+
+def broken_links(document: Path, root: Path) -> list[str]:
+    found = []
+    for link in links_of(document.read_text(encoding="utf-8")):
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            continue
+        target = (document.parent / unquote(parts.path)).resolve() if parts.path else document
+        if not target.is_relative_to(root):
+            found.append(f"{link}: leads out of the project")
+        elif not target.exists():
+            found.append(f"{link}: no such file")
+        elif parts.fragment and not has_anchor(target, unquote(parts.fragment)):
+            found.append(f"{link}: the file has no such anchor")
+    return found
+
+
+def has_anchor(target: Path, anchor: str) -> bool:
+    if target.is_dir():
+        return False
+    text = target.read_text(encoding="utf-8")
+    if target.suffix == ".md":
+        return anchor in anchors_of(text)
+    lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", anchor)
+    return lines is not None and max(int(line) for line in lines.groups() if line) <= len(text.splitlines())
+
+
+def verbs_shown(text: str) -> list[str]:
+    """The verb of each `$ tangram VERB` in a console block. `$ tangram --help` has none."""
+    return [
+        verb
+        for block in blocks_of(text)
+        if block.language == "console"
+        for verb in re.findall(r"^\$ tangram +([^-\s]\S*)", block.text, flags=re.MULTILINE)
+    ]
+
+
+def verbs_of_the_command() -> list[str]:
+    """The verbs that `tangram --help` lists."""
+    from typer.main import get_command
+
+    from tangram.cli import app
+
+    return [name for name, command in get_command(app).commands.items() if not command.hidden]
+
+
+@each_document
+def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks(document, monkeypatch)
+
+
+@each_document
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    assert broken_links(document, ROOT) == []
+
+
+@each_document
+def test_commands_shown_exist(document: Path) -> None:
+    shown = verbs_shown(document.read_text(encoding="utf-8"))
+    if shown:
+        verbs = verbs_of_the_command()
+        assert [verb for verb in shown if verb not in verbs] == []
+
+
+# The checks on small documents, so that each of them is known to be able to fail.
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return tmp_path / "page.md"
+
+
+def test_blocks_share_one_namespace_and_run_as_the_main_program(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.write_text(
+        "```python\nx = 1\n```\n\n- a list\n\n  ```python no-run\n  assert (x, __name__) == (2, '__main__')\n  ```\n"
+    )
+    with pytest.raises(AssertionError):
+        run_blocks(page, monkeypatch)
+    page.write_text(page.read_text().replace("x = 1", "x = 2"))
+    run_blocks(page, monkeypatch)
+
+
+def test_a_failing_block_points_at_its_line(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.write_text("# Page\n\n```python\nfine = 1\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as failure:
+        run_blocks(page, monkeypatch)
+    last = failure.traceback[-1]
+    assert (str(last.path), last.lineno + 1) == (str(page), 5)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES_OF_PYTHON)
+def test_no_block_escapes_under_another_name(name: str, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.write_text(f"```{name}\nx = 1\n```\n")
+    with pytest.raises(AssertionError, match="call the language"):
+        run_blocks(page, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("link", "complaint"),
+    [
+        ("[a](other.md)", None),
+        ("[a](other.md#two-words-and-code)", None),
+        ("[a](other.md#two-words-and-code-1)", None),
+        ("[a](other.md#by-hand)", None),
+        ("[a](#here)", None),
+        ("[a](code.py#L2)", None),
+        ("[a](https://example.org/missing.md)", None),
+        ("![a](missing.png)", "no such file"),
+        ("[a](missing.md)", "no such file"),
+        ("[a][ref]\n\n[ref]: missing.md", "no such file"),
+        ("<img src='missing.svg'>", "no such file"),
+        ("| a |\n|---|\n| [a](missing.md) |", "no such file"),
+        ("[a](other.md#nowhere)", "no such anchor"),
+        ("[a](#nowhere)", "no such anchor"),
+        ("[a](code.py#L3)", "no such anchor"),
+        ("[a](../outside.md)", "leads out of the project"),
+        ("`[a](missing.md)`", None),
+    ],
+)
+def test_links_are_followed(link: str, complaint: str | None, page: Path) -> None:
+    heading = "## Two words, and `code`\n\n"
+    (page.parent / "other.md").write_text(f'{heading}{heading}<a id="by-hand"></a>\n')
+    (page.parent / "code.py").write_text("one = 1\ntwo = 2\n")
+    page.write_text(f"# Here\n\n{link}\n")
+    found = broken_links(page, page.parent)
+    assert [line.partition(": ")[2].endswith(complaint or "") for line in found] == ([True] if complaint else [])
+
+
+def test_verbs_are_read_from_console_blocks_alone() -> None:
+    console = "```console\n$ tangram sim coding --batch 2\nmean 3 s\n$ tangram --help\n$ tangram plan\n```\n"
+    text = f"{console}\n```text\n$ tangram no\n```\n"
+    assert verbs_shown(text) == ["sim", "plan"]
