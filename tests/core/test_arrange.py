@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tangram.core.arrange import (
-    STATES_MAX,
-    Arrangement,
-    arrange_chunks,
-    arrange_units,
-    hesrpt_shares,
-    srpt_lower_bound,
-)
+from tangram.core.arrange import Arrangement, arrange_chunks, hesrpt_shares, srpt_lower_bound
+from tangram.core.arrange_units import STATES_MAX, arrange_units
 from tangram.core.topology import Chunks, level_of
 from tangram.errors import InvariantError
 

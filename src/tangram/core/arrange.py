@@ -11,9 +11,6 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from tangram.core.topology import level_of
 from tangram.errors import InvariantError
 
@@ -25,10 +22,6 @@ Counts = tuple[int, ...]
 
 _Way = tuple[float, int, "_Way | None"]
 """(cost, units of the last candidate, the way before): a chain that is its own back-tracking table."""
-
-STATES_MAX = 1024
-"""Of one pass over units. Above it units are counted in coarser steps, always upwards, so that nothing is oversold.
-A node with 256 cores divided in quarters of a core is still exact."""
 
 EXPONENT_MAX = 0.98
 """Above it 1 / (1 - p) explodes; the share of the smallest action is practically everything already."""
@@ -57,55 +50,7 @@ class Arrangement:
         return self._trace(count)
 
 
-# ---- units that are all alike -----------------------------------------------------------------------------------
-
-
-def arrange_units(durations: Sequence[Durations], units_max: int) -> Arrangement:
-    """Divide at most `units_max` units so that the sum of seconds is least.
-
-    Everyone gets its minimum in any case, so the state of the pass is only what was given out beyond the minima, in
-    steps of the largest common divisor of all such amounts: a rigid candidate adds no states, whatever odd number
-    of milli-cores it needs. Row i holds, for every state e, the least cost of the first i candidates with at most
-    e steps beyond their minima.
-    """
-    useful, budgets = _within(durations, units_max)
-    quantum = _quantum(useful, budgets[0])
-    steps = [[-(-(units - choices[0][0]) // quantum) for units, _ in choices] for choices in useful]
-    # Row i has as many states as the first i candidates leave; before each row lies infinity, where no state is.
-    pad = max((step[-1] for step in steps), default=0)
-    steps_max = sum(step[-1] for step in steps)
-    states = [min(budget // quantum, steps_max) + 1 for budget in budgets]
-    rows = np.full((len(useful) + 1, pad + states[0]), math.inf)
-    rows[0, pad:] = 0.0
-    picks = _fill(rows, pad, states, steps, useful)
-
-    def trace(count: int) -> tuple[int, ...]:
-        state = states[count] - 1
-        units = []
-        for i in reversed(range(count)):
-            pick = picks[i][state]
-            units.append(useful[i][pick][0])
-            state -= steps[i][pick]
-        return tuple(reversed(units))
-
-    costs = [float(rows[i, pad + states[i] - 1]) for i in range(len(useful) + 1)]
-    return Arrangement(costs, len(durations), trace)
-
-
-def _within(durations: Sequence[Durations], units_max: int) -> tuple[list[list[tuple[int, float]]], list[int]]:
-    """The choices worth having of the longest prefix that fits with its minima, and what each prefix leaves."""
-    useful: list[list[tuple[int, float]]] = []
-    budgets = [units_max]
-    for choices in durations:
-        if not choices or choices[0][0] > budgets[-1]:
-            break
-        budgets.append(budgets[-1] - choices[0][0])
-        useful.append(_faster(choices, units_max))
-    budgets[0] = budgets[min(1, len(useful))]  # whoever is first takes its minimum: more states are never reached
-    return useful, budgets
-
-
-def _faster(choices: Durations, units_max: int) -> list[tuple[int, float]]:
+def only_faster(choices: Durations, units_max: int) -> list[tuple[int, float]]:
     """Only amounts that are faster than every smaller one: more units for nothing are never the best use."""
     kept = []
     fastest = math.inf
@@ -116,37 +61,6 @@ def _faster(choices: Durations, units_max: int) -> list[tuple[int, float]]:
             fastest = choice[1]
             kept.append(choice)
     return kept
-
-
-def _quantum(useful: Sequence[Durations], budget: int) -> int:
-    """The largest step that tells all amounts apart, coarser if there would be too many states."""
-    exact = math.gcd(*[units - choices[0][0] for choices in useful for units, _ in choices]) or 1
-    spare = min(budget, sum(choices[-1][0] - choices[0][0] for choices in useful))
-    return exact * max(1, math.ceil(spare / (exact * STATES_MAX)))
-
-
-def _fill(
-    rows: npt.NDArray[np.float64],
-    pad: int,
-    states: Sequence[int],
-    steps: Sequence[Sequence[int]],
-    useful: Sequence[Durations],
-) -> list[npt.NDArray[np.intp]]:
-    """Compute the rows in order; returns for every candidate and state the index of its best choice."""
-    every = np.arange(states[0])
-    sources: dict[tuple[int, ...], npt.NDArray[np.intp]] = {}
-    picks = []
-    for i, choices in enumerate(useful):
-        key = tuple(steps[i])
-        if key not in sources:  # candidates of one class share their steps
-            sources[key] = every[:, None] + (pad - np.array(key))
-        width = states[i + 1]
-        totals = rows[i].take(sources[key][:width])
-        totals += np.array([seconds for _, seconds in choices])
-        pick = totals.argmin(axis=1)
-        rows[i + 1, pad : pad + width] = totals[every[:width], pick]
-        picks.append(pick)
-    return picks
 
 
 # ---- devices in chunks ------------------------------------------------------------------------------------------
@@ -204,7 +118,7 @@ def _after(
 def _fastest_by_level(choices: Durations, levels: int) -> list[tuple[int, int, float]]:
     """Per level of chunk the fastest amount, as (level, units, seconds); only levels faster than all lower ones."""
     fastest: dict[int, tuple[int, int, float]] = {}
-    for units, seconds in _faster(choices, 1 << levels):
+    for units, seconds in only_faster(choices, 1 << levels):
         fastest[level_of(units)] = (level_of(units), units, seconds)
     return list(fastest.values())
 

@@ -8,7 +8,6 @@ from tangram.core.policies.adaptive import Adaptive
 from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.policies.fcfs import Fcfs
 from tangram.core.policies.fixed import Fixed
-from tangram.core.policies.paper import Paper
 from tangram.errors import InvalidConfig
 
 DEFAULT_POLICY = "adaptive"
@@ -29,6 +28,9 @@ def policy(name: str) -> SchedulingPolicy:
     if name == "fcfs":
         return Fcfs()
     if name == "paper":
+        # Here, because it brings numpy along, which a program that only submits actions does not need.
+        from tangram.core.policies.paper import Paper
+
         return Paper()
     if name in ("adaptive", "adaptive:no-resize"):
         return Adaptive(resize=not option)

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from tangram.core.arrange import Arrangement, Durations, arrange_chunks, arrange_units
+from tangram.core.arrange import Arrangement, Durations, arrange_chunks
+from tangram.core.arrange_units import arrange_units
 from tangram.core.demand import GPU
 from tangram.core.ledger import PoolState
 from tangram.core.policies.base import ArrivalOrder, Begin, Decision, Hold
