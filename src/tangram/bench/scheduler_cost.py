@@ -1,0 +1,344 @@
+"""What the scheduler itself costs: microseconds per action and bytes per waiting action.
+
+A scheduler under `adaptive` with one node of 64 cores is kept at a constant number of waiting actions: for every action
+that ends a new one is submitted. The mix is that of coding agents, as two runs: 95 % tool calls, whose CPU use is
+learned, and 5 % elastic rewards. What is timed is `handle` alone, not the making of events; every action is decoded
+from bytes as in a service, so that none shares its strings and records with another. Garbage collection is left as
+Python starts with it.
+
+Two states of the queue are timed: before anything in it has waited for `ageing_s`, and after everything has, when it
+is served in order of arrival. With a million waiting actions the second is the usual one.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import random
+import resource
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from tangram.bench.base import BenchResult, Findings, Progress, at_least, at_most, by_itself
+from tangram.core.action import Action, Usage
+from tangram.core.demand import CORE, CPU
+from tangram.core.messages import (
+    Effect,
+    Event,
+    Finished,
+    Reserve,
+    Resize,
+    Resized,
+    Settle,
+    Start,
+    Started,
+    Submit,
+    Tick,
+    WakeAt,
+    cpu_node,
+)
+from tangram.core.policies import policy
+from tangram.core.scheduler import Limits, Scheduler
+from tangram.sim.episode import Step
+from tangram.sim.simulate import simulate
+from tangram.sim.workload import build
+
+NODE = "n0"
+GIB_PER_CORE = 9.4
+SANDBOX_MIB = 256
+RUNS = ("one", "two")
+MIX_BATCH = 256
+"""Episodes of the `coding` workload from which the actions are drawn."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    cores: int = 64
+    sandboxes: int = 1024
+    reward_share: float = 0.05
+    ageing_s: float = 600.0
+    """The scheduler's default."""
+    depth: int = 1_000
+    depth_large: int = 1_000_000
+    warm_up: int = 5_000
+    """Actions that end before anything is timed: every class has been learned then."""
+    window: int = 10_000
+    """Actions that end while they are timed."""
+    repeats: int = 5
+    """The best counts: the same work took longer only because something else used the machine."""
+    sim_batch: int = 512
+    sim_cores: int = 64
+    sim_repeats: int = 5
+
+
+FULL = Sizes()
+QUICK = Sizes(depth_large=100_000, window=4_000, repeats=3, sim_repeats=2)
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured at one depth of the queue; all times in microseconds."""
+
+    fresh: float
+    """Per action, nothing having aged: the best of the repeats."""
+    worst: float
+    aged: float
+    by_event: dict[str, float]
+    """Per event, in the best repeat."""
+    resizes: float
+    """Per action."""
+    bytes: float
+
+
+def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
+    """One after the other and each in a process of its own: timing bears no company, memory no history."""
+    found = Findings()
+    shallow = by_itself(cost_at, (sizes, sizes.depth), processes)
+    progress(0.2)
+    deep = by_itself(cost_at, (sizes, sizes.depth_large), processes)
+    progress(0.8)
+    found.add("us_per_action_1e3", shallow.fresh, at_most(60.0))
+    growth, growth_aged = deep.fresh / shallow.fresh, deep.aged / shallow.aged
+    found.add("growth_1e6", max(growth, growth_aged), at_most(3.0))
+    found.add("bytes_per_waiting", deep.bytes, at_most(2048.0))
+    found.add("sim_actions_per_s", by_itself(sim_speed, (sizes,), processes), at_least(10_000.0))
+    progress(1.0)
+    for depth, cost in (("1e3", shallow), ("1e6", deep)):
+        found.add(f"us_per_action_{depth}", cost.fresh)
+        found.add(f"us_per_action_worst_{depth}", cost.worst)
+        found.add(f"us_per_action_aged_{depth}", cost.aged)
+        for event, us in cost.by_event.items():
+            found.add(f"us_per_{event}_{depth}", us)
+        found.add(f"resizes_per_action_{depth}", cost.resizes)
+    found.notes.extend(_notes(sizes, growth, growth_aged))
+    return found.result("scheduler-cost", "measured", sizes)
+
+
+def _notes(sizes: Sizes, growth: float, growth_aged: float) -> list[str]:
+    notes = [
+        "The node is saturated: as many actions wait as stated, at every moment.",
+        f"growth_1e6 is the larger of {growth:.2f} (nothing has aged) and {growth_aged:.2f} (everything has).",
+        "us_per_action is the time in handle for Submit, Started, Finished and, where actions were resized, Resized:"
+        " the best of the repeats, us_per_action_worst the worst, both with garbage collection on.",
+        "bytes_per_waiting is the growth of resident memory while the queue was filled, the actions included.",
+    ]
+    if sizes.depth_large != FULL.depth_large:
+        notes.append(f"To end in time, the figures named 1e6 were measured with {sizes.depth_large:,} waiting actions.")
+    return notes
+
+
+def cost_at(sizes: Sizes, depth: int) -> Cost:
+    bed = Bed(sizes)
+    bed.warm_up(min(depth, sizes.depth))
+    before, waiting = _resident_bytes(), bed.waiting
+    bed.fill(depth)
+    grown = _resident_bytes() - before
+    added = bed.waiting - waiting
+    timings: list[Timing] = []
+    for _ in range(sizes.repeats):
+        if timings and depth <= sizes.depth:
+            # A short queue changes while it turns over, and only the same work can be timed twice.
+            bed = Bed(sizes)
+            bed.warm_up(depth)
+        timings.append(bed.timed(sizes.window))
+    best = min(timings, key=lambda timing: timing.us_per_action)
+    return Cost(
+        fresh=best.us_per_action,
+        worst=max(timing.us_per_action for timing in timings),
+        aged=min(_aged(bed, sizes) for _ in range(sizes.repeats)),
+        by_event=best.us_by_event,
+        resizes=best.resizes,
+        bytes=grown / added if added else 0.0,
+    )
+
+
+def _aged(bed: Bed, sizes: Sizes) -> float:
+    """Let the whole queue grow old, then serve a part of it: first what ended meanwhile, then timed."""
+    bed.now += sizes.ageing_s
+    bed.turn_over(sizes.depth // 4)
+    return bed.timed(sizes.depth // 4).us_per_action
+
+
+def sim_speed(sizes: Sizes) -> float:
+    """Actions per second of the simulator on `coding`, without making the workload."""
+    pools = cpu_node(NODE, sizes.sim_cores, GIB_PER_CORE * sizes.sim_cores)
+    workload = build("coding", batch=sizes.sim_batch, seed=0)
+    best = 0.0
+    for _ in range(sizes.sim_repeats):
+        begin = time.perf_counter_ns()
+        actions = len(simulate(workload, "adaptive", pools).rows)
+        best = max(best, actions / (time.perf_counter_ns() - begin) * 1e9)
+    return best
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+# ---- the bed ----------------------------------------------------------------------------------------------------
+
+
+class Timing(msgspec.Struct, frozen=True):
+    us_per_action: float
+    us_by_event: dict[str, float]
+    resizes: float
+
+
+class _Running:
+    """A started action and how far it is."""
+
+    __slots__ = ("left_s", "since", "speed", "started_at", "step", "version", "width")
+
+    def __init__(self, step: Step, width: float, limit: float, now: float) -> None:
+        self.step = step
+        self.width = width
+        self.left_s = step.work_s
+        self.speed = step.speedup.at(min(width, limit))
+        self.started_at = self.since = now
+        self.version = 0
+        """Counts resizes: an end that was expected before the last one is void."""
+
+    def resize(self, limit: float, now: float) -> None:
+        self.left_s = max(0.0, self.left_s - (now - self.since) * self.speed)
+        self.since = now
+        self.speed = self.step.speedup.at(min(self.width, limit))
+        self.version += 1
+
+    @property
+    def ends_at(self) -> float:
+        return self.since + self.left_s / self.speed
+
+
+class Bed:
+    """A scheduler, its clock, and managers that do what they are told."""
+
+    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
+        pools = cpu_node(NODE, sizes.cores, GIB_PER_CORE * sizes.cores)
+        self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(ageing_s=sizes.ageing_s))
+        self.now = 0.0
+        self.ended = 0
+        self.waiting = 0
+        self._random = random.Random(seed)
+        self._sizes = sizes
+        self._number = 0
+        self._tools, self._rewards = _templates(seed)
+        self._running: dict[str, _Running] = {}
+        self._due: list[tuple[float, int, str]] = []
+        """When, the version of, and which running action ends; a time without an action is a Tick."""
+        self._pending: deque[Event] = deque()
+        self._spent_ns: dict[str, int] = {}
+        self._events: dict[str, int] = {}
+        for number in range(sizes.sandboxes):
+            run = RUNS[number % len(RUNS)]
+            self._send(Reserve(sandbox=f"box-{number}", memory=SANDBOX_MIB, run=run, node=NODE))
+
+    def fill(self, depth: int) -> None:
+        """Submit until that many wait."""
+        while self.waiting < depth:
+            self._submit()
+
+    def warm_up(self, depth: int) -> None:
+        self.fill(depth)
+        self.turn_over(self._sizes.warm_up)
+
+    def timed(self, actions: int) -> Timing:
+        """Turn over that many, and say what it took."""
+        self._spent_ns, self._events = {}, {}
+        self.turn_over(actions)
+        return Timing(
+            us_per_action=sum(self._spent_ns.values()) / actions / 1e3,
+            us_by_event={name: ns / self._events[name] / 1e3 for name, ns in self._spent_ns.items()},
+            resizes=self._events.get("resized", 0) / actions,
+        )
+
+    def turn_over(self, actions: int) -> None:
+        """Until that many have ended; each makes room for a new one."""
+        target = self.ended + actions
+        while self.ended < target:
+            at, version, action = heapq.heappop(self._due)
+            self.now = max(self.now, at)
+            if not action:
+                self._send(Tick())
+            elif action in self._running and self._running[action].version == version:
+                self._finish(action, at)
+
+    def _submit(self) -> None:
+        """The id carries which template it came from, so that nothing is kept here for a waiting action."""
+        self._number += 1
+        reward = self._random.random() < self._sizes.reward_share
+        templates = self._rewards if reward else self._tools
+        pick = self._random.randrange(len(templates))
+        box = self._number % self._sizes.sandboxes
+        wire = templates[pick][0].replace(b"@run", RUNS[box % len(RUNS)].encode()).replace(b"@box", b"box-%d" % box)
+        wire = wire.replace(b"@id", b"%s.%d.%d" % (b"reward" if reward else b"tool", pick, self._number))
+        self.waiting += 1
+        self._send(Submit(action=msgspec.json.decode(wire, type=Action)))
+
+    def _finish(self, action: str, at: float) -> None:
+        """It ended at `at`; what passed since was not its own."""
+        running = self._running.pop(action)
+        seconds = at - running.started_at
+        cpu_s = running.step.busy * seconds * (running.width if running.step.demand.elastic else 1.0)
+        self.ended += 1
+        self._send(Finished(action=action, usage=Usage(cpu_s=cpu_s, overhead_s=self.now - at)))
+        self._submit()
+
+    def _send(self, event: Event) -> None:
+        """One event, and all that follow from its effects."""
+        self._pending.append(event)
+        while self._pending:
+            event = self._pending.popleft()
+            begin = time.perf_counter_ns()
+            effects = self.scheduler.handle(event, self.now)
+            spent = time.perf_counter_ns() - begin
+            name = type(event).__name__.lower()
+            self._spent_ns[name] = self._spent_ns.get(name, 0) + spent
+            self._events[name] = self._events.get(name, 0) + 1
+            for effect in effects:
+                self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Start):
+            self._start(effect)
+        elif isinstance(effect, Resize):
+            running = self._running[effect.action]
+            running.resize(effect.limit / CORE, self.now)
+            heapq.heappush(self._due, (running.ends_at, running.version, effect.action))
+            self._pending.append(Resized(action=effect.action, limit=effect.limit))
+        elif isinstance(effect, WakeAt):
+            heapq.heappush(self._due, (effect.at, 0, ""))
+        else:
+            assert isinstance(effect, Settle), effect
+
+    def _start(self, effect: Start) -> None:
+        action, grant = effect.action.id, effect.grant
+        kind, pick, _ = action.split(".")
+        step = (self._rewards if kind == "reward" else self._tools)[int(pick)][1]
+        limit = next(share.limit for share in grant.shares if share.pool.startswith(CPU))
+        running = self._running[action] = _Running(step, grant.width / CORE, limit / CORE, self.now)
+        heapq.heappush(self._due, (running.ends_at, 0, action))
+        self.waiting -= 1
+        self._pending.append(Started(action=action))
+
+
+def _templates(seed: int) -> tuple[list[tuple[bytes, Step]], list[tuple[bytes, Step]]]:
+    """Encoded actions with the truth about them: tool calls and rewards."""
+    tools: list[tuple[bytes, Step]] = []
+    rewards: list[tuple[bytes, Step]] = []
+    for episode in build("coding", batch=MIX_BATCH, seed=seed).episodes:
+        for step in (step for turn in episode.turns for step in turn.steps):
+            action = Action(
+                id="@id",
+                demand=step.demand,
+                run="@run",
+                task=step.task or episode.task,
+                trajectory="@box",
+                sandbox="@box",
+                kind=step.kind,
+                key=step.key,
+            )
+            (rewards if step.kind == "reward" else tools).append((msgspec.json.encode(action), step))
+    return tools, rewards
