@@ -299,7 +299,7 @@ def test_giving_back_what_nobody_held_is_an_error() -> None:
 def test_a_shrunken_cell_is_negative_until_released_and_not_granted_meanwhile() -> None:
     cells = Cells((2000, 2000))
     parts = cells.take(1800, prefer=0)
-    cells.resize_total((1000, 2000))
+    cells.resize((1000, 2000))
     assert cells.free == [-800, 2000]
     assert cells.take(500, prefer=0) == ((1, 500),)
     assert cells.take(1500) == ((1, 1500),)
@@ -311,10 +311,10 @@ def test_a_shrunken_cell_is_negative_until_released_and_not_granted_meanwhile() 
 
 def test_cells_may_join_and_leave_while_units_are_held() -> None:
     cells = Cells((1000,))
-    cells.resize_total((1000, 2000))
+    cells.resize((1000, 2000))
     parts = cells.take(1500)
     assert parts == ((1, 1500),)
-    cells.resize_total((1000,))
+    cells.resize((1000,))
     assert cells.free == [1000, -1500]
     cells.check([parts])
     cells.give(parts)
@@ -349,8 +349,8 @@ class CellsMachine(RuleBasedStateMachine):
         return sum(free for free in self.cells.free if free > 0)
 
     @rule(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4))
-    def resize_total(self, sizes: list[int]) -> None:
-        self.cells.resize_total(sizes)
+    def resize(self, sizes: list[int]) -> None:
+        self.cells.resize(sizes)
         assert sum(self.cells.sizes) == sum(sizes)
 
     @rule(units=st.integers(0, 20), prefer=st.integers(0, 3))

@@ -21,6 +21,13 @@ GPU = "gpu"
 MEMORY = "memory"
 
 
+LEARNED = -1
+"""Stands for the minimum of CPU that nobody declared: the policy says how much is reserved."""
+
+Need = tuple[str, int]
+"""A pool kind and the minimum of it, or LEARNED."""
+
+
 class Amounts(msgspec.Struct, frozen=True):
     """The admissible amounts of one pool: a fixed number, a range with a step, or a discrete set."""
 
@@ -33,10 +40,10 @@ class Amounts(msgspec.Struct, frozen=True):
     """False for CPU of which nobody said how much is needed: what is reserved is then learned."""
 
     def __post_init__(self) -> None:
-        if self.min < 0 or (self.declared and self.min == 0):
+        if not isinstance(self.min, int) or self.min < (1 if self.declared else 0):
             raise InvalidAction("demand.min", self.min, "a positive whole number of units")
-        if self.max < self.min:
-            raise InvalidAction("demand.max", self.max, f"at least the minimum, {self.min}")
+        if not isinstance(self.max, int) or self.max < max(self.min, 1):
+            raise InvalidAction("demand.max", self.max, f"a whole number of units, at least {max(self.min, 1)}")
         if self.step < 1:
             raise InvalidAction("demand.step", self.step, "a positive whole number of units")
         if self.choices and (
@@ -90,7 +97,7 @@ def one_of(*choices: int) -> Amounts:
 
 
 def cores(cores_min: float, cores_max: float | None = None) -> Amounts:
-    """CPU in cores: `cores(2)` is fixed, `cores(1, 8)` elastic in whole steps of the minimum or of a core."""
+    """CPU in cores: `cores(2)` is fixed, `cores(1, 8)` elastic in steps of a whole core."""
     low = round(cores_min * CORE)
     high = low if cores_max is None else round(cores_max * CORE)
     return Amounts(low, high, step=CORE)
@@ -121,6 +128,11 @@ class Demand(msgspec.Struct, frozen=True):
                 raise InvalidAction("demand.pools", kind, "no memory: it is reserved for a sandbox's life by Reserve")
             if not amounts.declared and kind != CPU:
                 raise InvalidAction("demand.pools", kind, "a declared amount; only CPU use is learned")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """The minimum of every pool: what must be free before the action can start."""
+        return tuple([(kind, amounts.min if amounts.declared else LEARNED) for kind, amounts in self.pools.items()])
 
     @property
     def elastic(self) -> str:

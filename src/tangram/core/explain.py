@@ -1,4 +1,4 @@
-"""Explain: why an action waits, in one sentence; and whether any pool could ever hold it.
+"""Explain: why an action waits, in one sentence; and why no pool could ever hold it.
 
 Owns the words. Reads the scheduler, changes nothing.
 """
@@ -8,49 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tangram.core.action import State
-from tangram.core.demand import CORE, CPU, GPU, MEMORY
-from tangram.core.ledger import Ledger, PoolState
+from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
+from tangram.core.ledger import PoolState
 from tangram.core.messages import NodeState
-from tangram.core.queue import LEARNED, Entry, Need
+from tangram.core.queue import Entry
 
 if TYPE_CHECKING:
     from tangram.core.scheduler import Scheduler
-
-
-def possible(ledger: Ledger, entry: Entry) -> bool:
-    """Could the pools hold the action at its minimum if they were all free?"""
-    kinds = ledger.kinds
-    on_node: list[Need] = []
-    for kind, units in entry.needs:
-        pools = kinds.get(kind)
-        if not pools:
-            return False
-        if "" in pools:
-            if not _holds(pools[""], units):
-                return False
-        else:
-            on_node.append((kind, units))
-    if not on_node:
-        return True
-    place = entry.place
-    if place is not None and place.node:
-        return all(place.node in kinds[kind] and _holds(kinds[kind][place.node], units) for kind, units in on_node)
-    if place is not None and place.memory:
-        on_node.append((MEMORY, place.memory))
-    for node in kinds[on_node[0][0]]:
-        if ledger.nodes[node] is NodeState.UP and all(
-            node in kinds.get(kind, {}) and _holds(kinds[kind][node], units) for kind, units in on_node
-        ):
-            return True
-    return False
-
-
-def _holds(pool: PoolState, units: int) -> bool:
-    if units == LEARNED:
-        return pool.total > 0
-    if pool.kind == GPU:
-        return 0 < pool.rounded(units) <= 1 << (pool.total.bit_length() - 1) if pool.total else False
-    return units <= pool.total
 
 
 def explain(scheduler: Scheduler, entry: Entry) -> str:
@@ -63,17 +27,16 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
     if entry.state is State.STOPPING:
         assert entry.stop is not None
         return f"{name} is stopping ({entry.stop[1]}) and holds its units until its manager says Finished"
-    if not possible(scheduler.ledger, entry):
-        return _impossible(scheduler, entry)
-    lane = entry.lane
-    if lane is not None:
-        first = lane.first()[3]
-        blocker = next((w.blocker for w in lane.blocked_on if w.blocker not in (None, entry)), None)
-        if blocker is not None:
-            return f"{name} waits behind {blocker.id}, which goes first and waits for {_lack(scheduler, blocker)}"
-        if first is not entry:
-            ahead = lane.waiting - 1
-            return f"{name} waits behind up to {ahead} actions of run {entry.run.name}; the first of them waits for {_lack(scheduler, first)}"
+    if entry.stranded_at is not None:
+        return impossible(scheduler, entry)
+    blocker = _blocker(scheduler, entry)
+    if blocker is not None:
+        return f"{name} waits behind {blocker.id}, which goes first and waits for {_lack(scheduler, blocker)}"
+    assert entry.lane is not None
+    first = entry.lane.first()[3]
+    if first is not entry:
+        ahead = f"up to {entry.lane.waiting - 1} actions of run {entry.run.name}"
+        return f"{name} waits behind {ahead}; the first of them waits for {_lack(scheduler, first)}"
     return f"{name} waits for {_lack(scheduler, entry)}"
 
 
@@ -82,41 +45,60 @@ def _where(entry: Entry) -> str:
     return ", ".join(f"{_amount(share.pool, share.reserved)} of {share.pool}" for share in entry.grant.shares)
 
 
+def _blocker(scheduler: Scheduler, entry: Entry) -> Entry | None:
+    """Somebody who goes before it and has closed one of its pools."""
+    queue, now = scheduler.queue, scheduler.snapshot.now
+    for waiters in [queue.of_pool(pool) for pool in _pools(scheduler, entry)]:
+        for blocker in waiters.blockers.values():
+            if blocker is not entry and queue.goes_before(blocker, entry, now):
+                return blocker
+    return None
+
+
+def _needs(entry: Entry) -> list[Need]:
+    return [*entry.needs, (MEMORY, entry.memory)] if entry.memory else [*entry.needs]
+
+
+def _pools(scheduler: Scheduler, entry: Entry, kind: str = "") -> list[PoolState]:
+    """The pools that it may use, of one kind or of all."""
+    ledger = scheduler.ledger
+    found = []
+    for name in [kind] if kind else [need for need, _ in _needs(entry)]:
+        for node, pool in ledger.kinds.get(name, {}).items():
+            if not node or node == entry.node or (not entry.node and ledger.nodes[node] is NodeState.UP):
+                found.append(pool)
+    return found
+
+
 def _lack(scheduler: Scheduler, entry: Entry) -> str:
     """The pools that an action lacks, with what is free in them."""
-    ledger = scheduler.ledger
-    needs = [*entry.needs]
-    if entry.place is not None and not entry.place.node and entry.place.memory:
-        needs.append((MEMORY, entry.place.memory))
     parts = []
-    for kind, units in needs:
-        wanted = scheduler.policy.reserve(entry, scheduler._snapshot) if units == LEARNED else units
-        pools = [p for p in ledger.kinds.get(kind, {}).values() if entry.node in ("", p.node) or not p.node]
-        best = max(pools, key=lambda pool: pool.free, default=None)
-        if best is None or best.fits(wanted):
+    for kind, units in _needs(entry):
+        best = max(_pools(scheduler, entry, kind), key=lambda pool: pool.free, default=None)
+        if best is None:
+            parts.append(f"a pool of kind {kind}")
             continue
-        parts.append(
-            f"{_amount(kind, wanted)} of {best.name}, where {_amount(kind, best.free)} of {_amount(kind, best.total)} are free"
-        )
-    return " and ".join(parts) or "its turn: its pools are kept for those before it"
+        wanted = scheduler.snapshot.reserve(entry, best) if units == LEARNED else units
+        if not best.fits(wanted):
+            free, total = _amount(kind, best.free), _amount(kind, best.total)
+            parts.append(f"{_amount(kind, wanted)} of {best.name}, where {free} of {total} are free")
+    return " and ".join(parts) or "its turn: the policy keeps its pools for others now"
 
 
-def _impossible(scheduler: Scheduler, entry: Entry) -> str:
+def impossible(scheduler: Scheduler, entry: Entry) -> str:
     """What no pool can give, and the most that there is."""
-    needs = [*entry.needs]
-    if entry.place is not None and not entry.place.node and entry.place.memory:
-        needs.append((MEMORY, entry.place.memory))
-    for kind, units in needs:
-        pools = scheduler.ledger.kinds.get(kind)
+    kinds = scheduler.ledger.kinds
+    for kind, units in _needs(entry):
+        pools = [pool for node, pool in kinds.get(kind, {}).items() if not entry.node or node in ("", entry.node)]
         if not pools:
-            known = ", ".join(sorted(scheduler.ledger.kinds)) or "none"
-            return f"{entry.id} asks for pool kind {kind}, of which there is none; kinds: {known}"
-        usable = [pool for node, pool in pools.items() if not entry.node or node in ("", entry.node)]
-        if not any(_holds(pool, units) for pool in usable):
-            most = max((pool.total for pool in usable), default=0)
-            return f"{entry.id} asks for at least {_amount(kind, units)} of {kind}; the largest such pool has {_amount(kind, most)}"
-    kinds = ", ".join(f"{_amount(kind, units)} of {kind}" for kind, units in needs)
-    return f"{entry.id} asks for {kinds} together; no node that is up has all of them"
+            known = ", ".join(sorted(known for known, some in kinds.items() if some)) or "none"
+            where = f" on node {entry.node}" if entry.node else ""
+            return f"{entry.id} asks for pool kind {kind}, of which there is none{where}; kinds: {known}"
+        if not any(pool.could_fit(units) for pool in pools):
+            asked, most = _amount(kind, units), _amount(kind, max(pool.total for pool in pools))
+            return f"{entry.id} asks for at least {asked} of {kind}; the largest such pool has {most}"
+    asked = ", ".join(f"{_amount(kind, units)} of {kind}" for kind, units in _needs(entry))
+    return f"{entry.id} asks for {asked} together; no node that is up has all of them"
 
 
 def _amount(pool: str, units: int) -> str:

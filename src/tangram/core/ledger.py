@@ -8,42 +8,19 @@ was corrected; nothing is granted from it then.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
 
-from tangram.core.demand import CPU, GPU
+from tangram.core.demand import CPU, GPU, LEARNED, MEMORY, Need
 from tangram.core.messages import NodeState, Pool
-from tangram.core.topology import Cells, Chunk, Chunks, CoreSet
-from tangram.errors import InvariantError
+from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts
+from tangram.errors import InvalidConfig, InvariantError
 
 CORE_KIND = "core"
 """Exclusive cores, a static partition of a node: whole cores by id."""
 
-GONE = "gone"
-"""Place of units that lie outside a pool that has shrunk: they vanish when they are given back."""
-
-
-class Holding:
-    """Units of one pool in somebody's hands. Actions that ride in one batch share it; the last one gives it back."""
-
-    __slots__ = ("place", "pool", "riders", "run", "units")
-
-    def __init__(self, pool: PoolState, units: int, place: Any, run: RunUsage) -> None:
-        self.pool = pool
-        self.units = units
-        self.place = place
-        self.run = run
-        self.riders = 1
-
-    @property
-    def cells(self) -> tuple[int, ...]:
-        place = self.place
-        if place is None or place is GONE:
-            return ()
-        if isinstance(place, Chunk):
-            return place.devices
-        if self.pool.kind == CPU:
-            return tuple(cell for cell, _ in place)
-        return tuple(place)
+UNIT_ROUNDING = 1e-9
+"""Seconds times a rate may come out this much below a whole unit."""
 
 
 class RunUsage:
@@ -51,52 +28,112 @@ class RunUsage:
 
     __slots__ = ("share", "units_by_kind", "weight")
 
-    def __init__(self, weight: float = 1.0) -> None:
-        self.weight = weight
-        self.units_by_kind: dict[str, float] = {}
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.units_by_kind: dict[str, int] = {}
         self.share = 0.0
+
+
+class Holding:
+    """Units of one pool in somebody's hands. Actions that ride in one batch share it; the last one gives it back."""
+
+    __slots__ = ("place", "pool", "riders", "run", "spent", "units")
+
+    def __init__(self, pool: PoolState, units: int, run: RunUsage) -> None:
+        self.pool = pool
+        self.units = units
+        self.run = run
+        self.riders = 1
+        self.place: Chunk | Parts | tuple[int, ...] | None = None
+        """Where in the layout of its pool; None if the pool had none when the units were taken."""
+        self.spent = 0
+        """Of a spent pool: the units that time has not given back yet."""
+
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """What a Grant says about the place: NUMA cells, ids of cores or of devices."""
+        place = self.place
+        if place is None:
+            return ()
+        if isinstance(place, Chunk):
+            return place.devices
+        return tuple([part if isinstance(part, int) else part[0] for part in place])
 
 
 class PoolState:
     """One pool as it is now."""
 
-    __slots__ = ("free", "held", "kind", "name", "node", "place", "pool", "spent", "spent_by_run", "total", "window_at")
+    __slots__ = (
+        "charges", "free", "gone", "held", "kind", "name", "node", "peak", "peak_at", "place", "spent", "total",
+        "window", "window_at",
+    )  # fmt: skip
 
     def __init__(self, pool: Pool, now: float) -> None:
-        self.pool = pool
         self.name = pool.name
         self.kind = pool.kind
         self.node = pool.node
-        self.total = pool.total
+        self.window = pool.window
+        self.total = self.free = pool.total
         self.held = 0
         self.spent = 0
-        self.free = pool.total
+        self.gone = False
+        """Its node went down: whoever still holds units of it holds nothing."""
         self.place: Chunks | Cells | CoreSet | None = None
         self.window_at = now
         """Fixed window: when the current one began. Bucket: up to when units have come back."""
-        self.spent_by_run: dict[int, tuple[RunUsage, float]] = {}
-        self._lay_out()
+        self.charges: deque[Holding] = deque()
+        """Of a spent pool, what time gives back, oldest first."""
+        self.peak = 0.0
+        """For policies: the most that inelastic actions held, fading since `peak_at`."""
+        self.peak_at = now
+        self._lay_out(pool)
 
-    def _lay_out(self) -> None:
-        pool = self.pool
+    def change(self, pool: Pool) -> None:
+        """Another total. What is held stays where it is."""
+        self.window = pool.window
+        self.free += pool.total - self.total
+        self.total = pool.total
+        self._lay_out(pool)
+
+    def _lay_out(self, pool: Pool) -> None:
+        place, cells = self.place, pool.numa or (pool.total,)
         if pool.kind == GPU:
-            self.place = Chunks(pool.total) if pool.total else None
+            if isinstance(place, Chunks):
+                place.resize(pool.total)
+            else:
+                self.place = Chunks(pool.total)
         elif pool.kind == CORE_KIND:
-            ids, cells = iter(range(pool.total)), pool.numa or (pool.total,)
-            self.place = CoreSet(tuple(tuple(next(ids) for _ in range(size)) for size in cells))
-        elif pool.kind == CPU and len(pool.numa) > 1:
-            self.place = Cells(pool.numa)
+            ids = iter(range(pool.total))
+            numa = [[next(ids) for _ in range(size)] for size in cells]
+            if isinstance(place, CoreSet):
+                place.resize(numa)
+            else:
+                self.place = CoreSet(numa)
+        elif pool.kind == CPU:
+            if isinstance(place, Cells):
+                place.resize(cells)
+            elif len(cells) > 1:
+                # Units that were taken before lie in no cell: the cells then have more room than the pool, never less.
+                self.place = Cells(cells)
 
     def fits(self, units: int) -> bool:
         if self.free < units:
             return False
-        return self.kind != GPU or (self.place is not None and self.place.fits(units))
+        return not isinstance(self.place, Chunks) or self.place.fits(units)
+
+    def could_fit(self, units: int) -> bool:
+        """Would it fit if nobody had anything? Of CPU that is learned, any amount will do."""
+        if units == LEARNED:
+            return self.total > 0
+        if self.kind == GPU:
+            return self.rounded(units) <= 1 << self.total.bit_length() >> 1
+        return units <= self.total
 
     def devices_free(self, devices: tuple[int, ...]) -> bool:
         """Are these devices, a chunk, all free?"""
         return isinstance(self.place, Chunks) and self.place.is_free((devices[0], len(devices)))
 
-    def peek_devices(self, units: int, preferred: list[tuple[int, int]]) -> tuple[int, ...]:
+    def peek_devices(self, units: int, preferred: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """The devices that a call for `units` would get now."""
         assert isinstance(self.place, Chunks), self.name
         return self.place.peek(units, preferred).devices
@@ -105,13 +142,11 @@ class PoolState:
         """What asking for `units` really takes: a device chunk is a power of two."""
         return 1 << (units - 1).bit_length() if self.kind == GPU and units > 0 else units
 
-    def available_at(self, units: int, now: float) -> float:
-        """When a spent pool will have `units` free, if nothing else is granted from it."""
-        window = self.pool.window
+    def available_at(self, units: int) -> float:
+        """When a spent pool that lacks `units` now will have them, if nothing else is granted from it."""
+        window = self.window
         if window is None or units > self.total:
             return math.inf
-        if self.free >= units:
-            return now
         if not window.bucket:
             return self.window_at + window.seconds
         return self.window_at + (units - self.free) * window.seconds / self.total
@@ -126,53 +161,39 @@ class Ledger:
     def __init__(self) -> None:
         self.pools: dict[str, PoolState] = {}
         self.kinds: dict[str, dict[str, PoolState]] = {}
-        """Per kind, the pools by node; a pool without a node has the key ''."""
+        """Per kind, the pools by node; the one pool of a kind that belongs to no node has the key ''."""
         self.total_by_kind: dict[str, int] = {}
         self.nodes: dict[str, NodeState] = {}
+        self._usages: list[RunUsage] = []
 
     # ---- pools and nodes ----
 
-    def change_pool(self, pool: Pool, now: float, holdings: list[Holding]) -> PoolState:
-        """A pool joins or has a new total. `holdings` are those of this pool, which keep their units."""
+    def change_pool(self, pool: Pool, now: float) -> PoolState:
+        """A pool joins or has a new total. Raises InvalidConfig if it contradicts what it was or its siblings are."""
         state = self.pools.get(pool.name)
         if state is None:
-            state = self.pools[pool.name] = PoolState(pool, now)
-            self.kinds.setdefault(pool.kind, {})[pool.node] = state
+            siblings = self.kinds.get(pool.kind, {})
+            if siblings and (not pool.node or "" in siblings):
+                raise InvalidConfig(
+                    f"node of pool {pool.name}", pool.node, f"pools of kind {pool.kind} on nodes, or one without a node"
+                )
+            state = self.pools[pool.name] = siblings[pool.node] = PoolState(pool, now)
+            self.kinds[pool.kind] = siblings
             if pool.node:
                 self.nodes.setdefault(pool.node, NodeState.UP)
         else:
-            state.pool = pool
-            state.free += pool.total - state.total
-            state.total = pool.total
-            self._lay_out_again(state, holdings)
+            if (state.window is None) != (pool.window is None):
+                raise InvalidConfig(f"window of pool {pool.name}", pool.window, "units held or spent, as they were")
+            self.refill(state, now)
+            state.change(pool)
         self._total_again(pool.kind)
         return state
-
-    def _lay_out_again(self, state: PoolState, holdings: list[Holding]) -> None:
-        if isinstance(state.place, Cells) and len(state.pool.numa) == len(state.place.sizes):
-            state.place.resize_total(state.pool.numa)
-            return
-        state.place = None
-        state._lay_out()
-        for holding in holdings:
-            holding.place = self._take_again(state, holding)
-
-    def _take_again(self, state: PoolState, holding: Holding) -> Any:
-        """Put a holding where it was in the new layout; what lies outside of it is gone."""
-        place, old = state.place, holding.place
-        if isinstance(place, Chunks) and isinstance(old, Chunk):
-            inside = old.start + old.size <= state.total
-            return place.take(old.size, preferred=[old]) if inside else GONE
-        if isinstance(place, CoreSet) and isinstance(old, tuple):
-            return place.take_exactly(old) if all(core < state.total for core in old) else GONE
-        if isinstance(place, Cells):
-            return place.take(holding.units)
-        return GONE if isinstance(state.place, Chunks | CoreSet) or state.kind in (GPU, CORE_KIND) else None
 
     def drop_node(self, node: str) -> list[PoolState]:
         """The pools of a dead node, with all that was held there, are gone."""
         gone = [state for state in self.pools.values() if state.node == node]
         for state in gone:
+            state.gone = True
             del self.pools[state.name]
             del self.kinds[state.kind][node]
             self._total_again(state.kind)
@@ -180,33 +201,63 @@ class Ledger:
 
     def _total_again(self, kind: str) -> None:
         self.total_by_kind[kind] = sum(state.total for state in self.kinds[kind].values())
+        for usage in self._usages:
+            usage.share = self._share(usage)
+
+    def could_hold(self, needs: Sequence[Need], node: str, memory: int) -> bool:
+        """Could the pools hold these needs together if they were all free? `node` is where they must be, if anywhere;
+        `memory` is what a sandbox without a node needs besides."""
+        on_node: list[Need] = []
+        for kind, units in needs:
+            pools = self.kinds.get(kind)
+            if not pools:
+                return False
+            quota = pools.get("")
+            if quota is None:
+                on_node.append((kind, units))
+            elif not quota.could_fit(units):
+                return False
+        if not on_node or node:
+            return self.node_could_hold(on_node, node)
+        if memory:
+            on_node.append((MEMORY, memory))
+        for candidate in self.kinds[on_node[0][0]]:
+            if self.nodes[candidate] is NodeState.UP and self.node_could_hold(on_node, candidate):
+                return True
+        return False
+
+    def node_could_hold(self, needs: Sequence[Need], node: str) -> bool:
+        for kind, units in needs:
+            pool = self.kinds.get(kind, {}).get(node)
+            if pool is None or not pool.could_fit(units):
+                return False
+        return True
 
     # ---- units ----
 
-    def hold(self, state: PoolState, units: int, run: RunUsage, preferred: Any = ()) -> Holding:
+    def hold(self, state: PoolState, units: int, run: RunUsage, preferred: Sequence[tuple[int, int]] = ()) -> Holding:
         """Give `units` of a pool to somebody. Spent units are charged, the others held."""
-        units = state.rounded(units)
-        if units > state.free:
+        if state.kind == GPU:
+            units = state.rounded(units)
+        if not state.fits(units):
             raise InvariantError(
                 f"plan oversells {state.name}: {units} units wanted, {state.free} of {state.total} free"
             )
+        holding = Holding(state, units, run)
         state.free -= units
-        if state.pool.window is not None:
+        if state.window is not None:
             state.spent += units
-            _, spent = state.spent_by_run.get(id(run), (run, 0.0))
-            state.spent_by_run[id(run)] = (run, spent + units)
-            place = None
+            holding.spent = units
+            state.charges.append(holding)
         else:
             state.held += units
             layout = state.place
-            if layout is None:
-                place = None
-            elif isinstance(layout, Chunks):
-                place = layout.take(units, preferred=preferred)
-            else:
-                place = layout.take(units)
+            if isinstance(layout, Chunks):
+                holding.place = layout.take(units, preferred)
+            elif layout is not None:
+                holding.place = layout.take(units)
         self._use(run, state.kind, units)
-        return Holding(state, units, place, run)
+        return holding
 
     def give_back(self, holding: Holding, *, refund: bool = False) -> bool:
         """One rider leaves. True when the units are free again (never for spent units, unless refunded)."""
@@ -214,41 +265,45 @@ class Ledger:
         if holding.riders:
             return False
         state, units = holding.pool, holding.units
-        if self.pools.get(state.name) is not state:
-            self._use(holding.run, state.kind, -units)
-            return False
-        if state.pool.window is not None:
+        if state.window is not None:
             return refund and self._refund(holding, units)
+        self._use(holding.run, state.kind, -units)
+        if state.gone:
+            return False
         state.held -= units
         state.free += units
-        if state.place is not None and holding.place is not GONE:
-            state.place.give(holding.place)
-        self._use(holding.run, state.kind, -units)
+        place = holding.place
+        if place is not None and state.place is not None:
+            state.place.give(place)  # type: ignore[arg-type]  # it came from there
         return True
-
-    def _refund(self, holding: Holding, units: int) -> bool:
-        state = holding.pool
-        units = min(units, state.spent)
-        state.spent -= units
-        state.free += units
-        run, spent = state.spent_by_run.get(id(holding.run), (holding.run, 0.0))
-        state.spent_by_run[id(run)] = (run, max(0.0, spent - units))
-        self._use(run, state.kind, -min(units, spent))
-        return units > 0
 
     def correct(self, holding: Holding, really: int) -> bool:
         """What was spent turned out to be `really` units. True when units came free."""
-        state, difference = holding.pool, really - holding.units
-        if state.pool.window is None or self.pools.get(state.name) is not state:
+        state, difference = holding.pool, max(0, really) - holding.units
+        if state.window is None:
             return False
         if difference <= 0:
             return self._refund(holding, -difference)
+        more = Holding(state, difference, holding.run)
+        more.spent = difference
+        state.charges.append(more)
         state.spent += difference
         state.free -= difference
-        run, spent = state.spent_by_run.get(id(holding.run), (holding.run, 0.0))
-        state.spent_by_run[id(run)] = (run, spent + difference)
-        self._use(run, state.kind, difference)
+        self._use(holding.run, state.kind, difference)
         return False
+
+    def _refund(self, holding: Holding, units: int) -> bool:
+        """Take back a charge as far as time has not: what an earlier window gave back is not given back twice."""
+        state = holding.pool
+        units = min(units, holding.spent)
+        holding.spent -= units
+        state.spent -= units
+        state.free += units
+        self._use(holding.run, state.kind, -units)
+        charges = state.charges
+        while charges and not charges[-1].spent:
+            charges.pop()
+        return units > 0
 
     def resize(self, holding: Holding, units: int) -> None:
         """A running action holds another number of units of the same pool from now on."""
@@ -260,74 +315,123 @@ class Ledger:
         state.held += difference
         state.free -= difference
         if isinstance(state.place, Cells):
-            holding.place = state.place.adjust(holding.place, units)
+            holding.place = state.place.adjust(holding.place or (), units)  # type: ignore[arg-type]  # of its own kind
         holding.units = units
         self._use(holding.run, state.kind, difference)
 
     def refill(self, state: PoolState, now: float) -> bool:
-        """Let time give back what was spent. True when anything came back."""
-        window = state.pool.window
-        if window is None or now <= state.window_at:
+        """Let time give back what was spent, oldest first. True when anything came back."""
+        if state.window is None or now <= state.window_at:
             return False
-        if window.bucket:
-            rate = state.total / window.seconds
-            units = min(state.spent, int((now - state.window_at) * rate + 1e-9))
-            state.window_at = now if units == state.spent else state.window_at + units / rate
-        else:
-            periods = math.floor((now - state.window_at) / window.seconds + 1e-9)
-            units = state.spent if periods else 0
-            state.window_at += periods * window.seconds
+        units = _come_back(state, now)
         if not units:
             return False
-        keep = 1.0 - units / state.spent
         state.spent -= units
         state.free += units
-        for key, (run, spent) in list(state.spent_by_run.items()):
-            self._use(run, state.kind, -spent * (1.0 - keep))
-            if spent * keep < 0.5:
-                del state.spent_by_run[key]
-                self._use(run, state.kind, -spent * keep)
-            else:
-                state.spent_by_run[key] = (run, spent * keep)
+        charges = state.charges
+        while units:
+            charge = charges[0]
+            part = min(units, charge.spent)
+            charge.spent -= part
+            units -= part
+            self._use(charge.run, state.kind, -part)
+            if not charge.spent:
+                charges.popleft()
         return True
 
     # ---- fair share ----
 
-    def _use(self, run: RunUsage, kind: str, units: float) -> None:
+    def new_usage(self) -> RunUsage:
+        """The account of one more run."""
+        usage = RunUsage()
+        self._usages.append(usage)
+        return usage
+
+    def _use(self, run: RunUsage, kind: str, units: int) -> None:
         used = run.units_by_kind
         used[kind] = used.get(kind, 0) + units
+        run.share = self._share(run)
+
+    def _share(self, run: RunUsage) -> float:
+        """The largest part that the run has of any kind, over its weight."""
         share = 0.0
         totals = self.total_by_kind
-        for name, amount in used.items():
-            total = totals[name]
-            if amount and total and amount > share * total:
-                share = amount / total
-        run.share = share / run.weight
+        for kind, units in run.units_by_kind.items():
+            if units:
+                total = totals[kind]
+                if units > share * total:
+                    # What is left of a kind that has shrunk to nothing counts as all of it.
+                    share = units / total if total > 0 else max(share, 1.0)
+        return share / run.weight
 
     def reweigh(self, run: RunUsage, weight: float) -> None:
-        run.share *= run.weight / weight
         run.weight = weight
+        run.share = self._share(run)
 
     # ---- the counts again, from scratch ----
 
-    def check(self, holdings: list[Holding]) -> None:
-        """Recompute every sum from what is held. Raises InvariantError on the first difference."""
-        held: dict[str, int] = {}
-        seen: dict[int, Holding] = {}
+    def check(self, holdings: Sequence[Holding]) -> None:
+        """Recompute every sum from what is held, each holding named once. Raises InvariantError on a difference."""
+        by_pool: dict[str, list[Holding]] = {name: [] for name in self.pools}
         for holding in holdings:
-            if id(holding) in seen or holding.pool.pool.window is not None:
-                continue
-            seen[id(holding)] = holding
-            held[holding.pool.name] = held.get(holding.pool.name, 0) + holding.units
+            if self.pools.get(holding.pool.name) is not holding.pool:
+                raise InvariantError(f"units of {holding.pool.name} are held, which is gone")
+            if holding.pool.window is None:
+                by_pool[holding.pool.name].append(holding)
         for state in self.pools.values():
-            if state.free + state.held + state.spent != state.total:
-                raise InvariantError(
-                    f"{state.name}: free {state.free} + held {state.held} + spent {state.spent} is not {state.total}"
-                )
-            if state.held != held.get(state.name, 0):
-                raise InvariantError(f"{state.name}: {state.held} units held, but holdings add up to {held}")
-            if isinstance(state.place, Chunks | CoreSet):
-                state.place.check()
+            _check_pool(state, by_pool[state.name])
+            by_pool[state.name].extend(state.charges)
         for kind, total in self.total_by_kind.items():
             if total != sum(state.total for state in self.kinds[kind].values()):
                 raise InvariantError(f"kind {kind}: total {total} is not the sum of its pools")
+        self._check_usages([holding for some in by_pool.values() for holding in some])
+
+    def _check_usages(self, holdings: list[Holding]) -> None:
+        used: dict[tuple[int, str], int] = {}
+        for holding in holdings:
+            key = (id(holding.run), holding.pool.kind)
+            used[key] = used.get(key, 0) + (holding.units if holding.pool.window is None else holding.spent)
+        for usage in self._usages:
+            for kind, units in usage.units_by_kind.items():
+                if units != used.pop((id(usage), kind), 0):
+                    raise InvariantError(f"a run is charged {units} units of {kind}, which it has not")
+            if usage.share != self._share(usage):
+                raise InvariantError(f"a run's share of {usage.share} is not {self._share(usage)}")
+        if any(used.values()):
+            raise InvariantError(f"nobody is charged for {list(used.values())} units")
+
+
+def _come_back(state: PoolState, now: float) -> int:
+    """How many units have come back by now, with the window moved on."""
+    window = state.window
+    assert window is not None
+    if not window.bucket:
+        if now < state.window_at + window.seconds:
+            return 0
+        state.window_at += max(1, math.floor((now - state.window_at) / window.seconds)) * window.seconds
+        return state.spent
+    rate = state.total / window.seconds
+    units = min(state.spent, int((now - state.window_at) * rate + UNIT_ROUNDING))
+    # Parts of a unit stay due, but an empty bucket of spent units, or one without a rate, has nothing coming.
+    state.window_at = now if units == state.spent or not rate else state.window_at + units / rate
+    return units
+
+
+def _check_pool(state: PoolState, holdings: list[Holding]) -> None:
+    if state.free + state.held + state.spent != state.total:
+        raise InvariantError(
+            f"{state.name}: free {state.free} + held {state.held} + spent {state.spent} is not {state.total}"
+        )
+    held = sum(holding.units for holding in holdings)
+    if state.held != held:
+        raise InvariantError(f"{state.name}: {state.held} units counted as held, holdings add up to {held}")
+    spent = sum(charge.spent for charge in state.charges)
+    if state.spent != spent:
+        raise InvariantError(f"{state.name}: {state.spent} units counted as spent, charges add up to {spent}")
+    places = [holding.place for holding in holdings if holding.place is not None]
+    if isinstance(state.place, Chunks):
+        state.place.check([place for place in places if isinstance(place, Chunk)])
+    elif isinstance(state.place, CoreSet):
+        state.place.check([core for place in places for core in place if isinstance(core, int)])
+    elif state.place is not None:
+        state.place.check(places)  # type: ignore[arg-type]  # the parts of cells

@@ -12,8 +12,8 @@ import math
 import msgspec
 
 from tangram.core.action import NO_USAGE, Action, Outcome, Usage
-from tangram.core.demand import CORE, CPU, GPU, MEMORY
-from tangram.errors import InvalidConfig
+from tangram.core.demand import CORE, CPU, MEMORY
+from tangram.errors import InvalidAction, InvalidConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
@@ -55,8 +55,10 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(f"pool {self.name} total", self.total, "a whole number of units, at least 0")
         if self.numa and (sum(self.numa) != self.total or min(self.numa) < 0):
             raise InvalidConfig(f"pool {self.name} numa", self.numa, f"units that add up to the total, {self.total}")
-        if self.window and self.kind in (CPU, GPU, MEMORY):
-            raise InvalidConfig(f"pool {self.name} window", self.window, "no window: these units are held, not spent")
+        if self.window and self.node:
+            raise InvalidConfig(f"pool {self.name} window", self.window, "no window: the units of a node are held")
+        if self.kind == MEMORY and not self.node:
+            raise InvalidConfig("pool memory node", self.node, "the node whose memory it is")
 
     @property
     def name(self) -> str:
@@ -112,42 +114,48 @@ class Grant(msgspec.Struct, frozen=True):
 # ---- events ---------------------------------------------------------------------------------------------------
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     action: Action
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     action: str
 
 
-class Started(Message):
+class Started(Message, frozen=True, kw_only=True):
     action: str
+    attempt: int = 0
+    """As in the Grant. A manager whose words may come late, from a node given up for dead, says it: what concerns an
+    earlier attempt is not believed of the present one. 0: the present one."""
 
 
-class StartFailed(Message):
+class StartFailed(Message, frozen=True, kw_only=True):
     action: str
     reason: str
     retry: bool = True
     """False: a second try cannot help."""
+    attempt: int = 0
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """The manager is done with the action: its units are free."""
 
     action: str
     usage: Usage = NO_USAGE
     lost: str = ""
     """Why our side failed; empty when the action ran to its end or was stopped."""
+    attempt: int = 0
 
 
-class Resized(Message):
+class Resized(Message, frozen=True, kw_only=True):
     """The manager has set the new limit."""
 
     action: str
     limit: int
+    attempt: int = 0
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True, kw_only=True):
     """A sandbox to come: memory for its whole life. Its first action picks the node."""
 
     sandbox: str
@@ -157,39 +165,60 @@ class Reserve(Message):
     node: str = ""
     """Empty: the scheduler chooses."""
 
+    def __post_init__(self) -> None:
+        if not self.sandbox:
+            raise InvalidAction("sandbox", self.sandbox, "an id of at least one character")
+        if self.memory < 0:
+            raise InvalidAction(f"memory of sandbox {self.sandbox}", self.memory, "a whole number of MiB, at least 0")
 
-class Release(Message):
+
+class Release(Message, frozen=True, kw_only=True):
     """The sandbox is gone; its memory and place are free."""
 
     sandbox: str
 
 
-class Resident(Message):
+class Resident(Message, frozen=True, kw_only=True):
     """A service is loaded on these devices."""
 
     service: str
     node: str
     devices: tuple[int, ...]
+    """A chunk, as a Grant or a Restore named it."""
+
+    def __post_init__(self) -> None:
+        count = len(self.devices)
+        start = self.devices[0] if count else 0
+        if not count or count & (count - 1) or start % count or self.devices != tuple(range(start, start + count)):
+            raise InvalidConfig(
+                f"devices of service {self.service}",
+                self.devices,
+                "a chunk: 2**k neighbouring devices, the first of them a multiple of 2**k",
+            )
 
 
-class Evicted(Message):
+class Evicted(Message, frozen=True, kw_only=True):
+    """The service is no longer on these devices."""
+
     service: str
     node: str
     devices: tuple[int, ...]
 
 
-class PoolChanged(Message):
-    """A pool joins or has a new total. A total of 0 closes it."""
+class PoolChanged(Message, frozen=True, kw_only=True):
+    """A pool joins or has a new total. A total of 0 closes it. What is held stays held, even above the total."""
 
     pool: Pool
 
 
-class NodeChanged(Message):
+class NodeChanged(Message, frozen=True, kw_only=True):
+    """A node that went down takes its pools along: when it comes back, PoolChanged names them anew."""
+
     node: str
     state: NodeState
 
 
-class RunChanged(Message):
+class RunChanged(Message, frozen=True, kw_only=True):
     """The weight of a run in fair share."""
 
     run: str
@@ -200,7 +229,7 @@ class RunChanged(Message):
             raise InvalidConfig(f"weight of run {self.run}", self.weight, "a positive, finite number")
 
 
-class Tick(Message):
+class Tick(Message, frozen=True, kw_only=True):
     """Time has passed: answers a WakeAt."""
 
 
@@ -225,12 +254,12 @@ Event = (
 # ---- effects --------------------------------------------------------------------------------------------------
 
 
-class Start(Message):
+class Start(Message, frozen=True, kw_only=True):
     action: Action
     grant: Grant
 
 
-class Resize(Message):
+class Resize(Message, frozen=True, kw_only=True):
     """Give the running action another CPU limit."""
 
     action: str
@@ -239,14 +268,14 @@ class Resize(Message):
     limit: int
 
 
-class Stop(Message):
+class Stop(Message, frozen=True, kw_only=True):
     """End the action's processes; answer with Finished."""
 
     action: str
     reason: str
 
 
-class Restore(Message):
+class Restore(Message, frozen=True, kw_only=True):
     """Load a service ahead of its next action onto these free devices."""
 
     service: str
@@ -254,17 +283,17 @@ class Restore(Message):
     devices: tuple[int, ...]
 
 
-class WakeAt(Message):
+class WakeAt(Message, frozen=True, kw_only=True):
     """Send a Tick at this time."""
 
     at: float
 
 
-class Settle(Message):
+class Settle(Message, frozen=True, kw_only=True):
     outcome: Outcome
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True, kw_only=True):
     """The door stayed shut. `action` is the id of an action or of a sandbox."""
 
     action: str

@@ -1,42 +1,46 @@
 """The queue: who waits, in which order, and what each one waits for.
 
-Owns the entries of live actions, the lanes in which they wait, the runs and the sandboxes' places. Decides nothing.
-A lane holds the waiting actions of one run that ask for the same pools in the same minimum amounts on the same node,
-so that what stops its first action stops them all; the cost of a scheduling round grows with the lanes, not with the
-actions that wait in them.
+Owns the entries of live actions, the lanes in which they wait, and which pools are closed to whom. Decides nothing
+about units. A lane holds the waiting actions of one run that ask for the same pools in about the same minimum amounts
+on the same node, so that what stops its first action stops them all; the cost of a scheduling round grows with the
+lanes, not with the actions that wait in them.
+
+The order of all that wait, from which `goes_before` follows: elders by arrival; then the runs, from the smallest share
+up; within a run the aged by arrival, then by priority, the policy's key and arrival. It is total at every moment, so
+the first of it is behind nobody, and a pool that is closed is closed for somebody who can get it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+import msgspec
+
 from tangram.core.action import Action, State, Status
-from tangram.core.ledger import Holding, RunUsage
+from tangram.core.demand import CPU, MEMORY, Need
+from tangram.core.ledger import Holding, Ledger, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
+from tangram.errors import InvariantError
 
 STALE_SPARE = 64
-"""Entries that left a lane are removed lazily; the heap is rebuilt when they outnumber the others by this many."""
+"""Slots of those that left a lane are cleared in bulk when they outnumber the others by this many."""
 
-Need = tuple[str, int]
-"""A pool kind and the minimum of it; -1 for CPU that is learned."""
+ELDER_FACTOR = 2.0
+"""Past this many times `ageing_s` an action goes before everything submitted later, of whatever run. Without it a run
+with a large share elsewhere could wait for ever on a pool that poorer runs keep busy."""
 
-LEARNED = -1
-
-LaneKey = tuple[tuple[Need, ...], str, str]
-"""Needs in coarse amounts, the elastic kind, and the node."""
-
-
-def lane_key(needs: tuple[Need, ...], elastic: str, node: str) -> LaneKey:
-    """Amounts are coarsened to powers of two, so that arbitrary token counts do not make a lane each."""
-    return tuple((kind, units.bit_length() if units >= 0 else units) for kind, units in needs), elastic, node
+LaneKey = tuple[tuple[Need, ...], str, str, str]
+"""Needs in coarse amounts, the elastic kind, the node and the service."""
 
 
 class Place:
-    """A sandbox in the eyes of the scheduler: memory reserved for its life, and the node that its first action chose."""
+    """A sandbox in the eyes of the scheduler: memory for its life, and the node that its first action chose."""
 
-    __slots__ = ("actions", "finished", "id", "memory", "node", "released", "reserved", "run")
+    __slots__ = ("actions", "id", "memory", "node", "released", "reserved", "run")
 
     def __init__(self, sandbox: str, memory: int, run: Run) -> None:
         self.id = sandbox
@@ -47,7 +51,6 @@ class Place:
         self.reserved: Holding | None = None
         self.actions: dict[str, Entry] = {}
         """Its live actions; the memory stays until the last of them is gone."""
-        self.finished = 0
         self.released = False
 
 
@@ -55,28 +58,35 @@ class Entry:
     """One live action: everything that changes about it."""
 
     __slots__ = (
-        "action", "aged", "attempts", "closed", "done_s", "elastic", "estimate", "estimated_at", "grant", "granted_at",
-        "holdings", "key", "lane", "limit", "needs", "place", "progress_at", "reserved", "run", "seq", "speed",
-        "started_at", "state", "stop", "submitted_at", "unit_s", "width",
+        "action", "attempts", "closed", "done_s", "elastic", "estimate", "estimated_at", "fifo_lane", "grant",
+        "granted_at", "heap_lane", "holdings", "key", "lane", "limit", "needs", "place", "progress_at", "reserved",
+        "restoring", "review_s", "run", "seq", "speed", "started_at", "state", "stop", "stranded_at", "submitted_at",
+        "target", "unit_s", "width",
     )  # fmt: skip
 
-    def __init__(self, action: Action, run: Run, place: Place | None, needs: tuple[Need, ...], seq: int, now: float):
+    def __init__(self, action: Action, run: Run, place: Place | None, seq: int, now: float):
         self.action = action
         self.run = run
         self.place = place
-        self.needs = needs
+        self.needs = action.demand.needs
         self.seq = seq
         self.state = State.QUEUED
         self.submitted_at = now
         self.elastic = action.demand.elastic
         self.attempts = 0
-        self.aged = False
-        """It waited past `ageing_s` and could not start: nothing later of its run overtakes it."""
-        self.closed: list[Waiters] = []
+        self.closed: tuple[Waiters, ...] = ()
         """The pools that it closed to those behind it, until it starts or settles."""
+        self.target = ""
+        """The node whose pools an aged action without a place closed."""
+        self.stranded_at: float | None = None
+        """Since when no pool could hold it."""
         self.estimate: Estimate | None = None
         self.estimated_at = 0.0
         self.lane: Lane | None = None
+        """Where it waits."""
+        self.heap_lane: Lane | None = None
+        self.fifo_lane: Lane | None = None
+        """The lanes that still have a slot of it, which it takes again if it comes back."""
         self.key = 0.0
         """Its order within run and priority, as the policy wants it; smaller goes first."""
         self.stop: tuple[Status, str] | None = None
@@ -85,6 +95,10 @@ class Entry:
         self.holdings: tuple[Holding, ...] = ()
         self.granted_at = 0.0
         self.started_at: float | None = None
+        self.restoring = False
+        """Its service was not loaded on the devices that it was granted."""
+        self.review_s = 0.0
+        """The policy wants to see it again when it has run this long; 0: never."""
         self.width = 0
         """Units of parallelism fixed at launch (milli-cores, devices)."""
         self.reserved = 0
@@ -104,14 +118,20 @@ class Entry:
     def id(self) -> str:
         return self.action.id
 
-    def done_at(self, now: float) -> float:
-        """One-unit seconds of work done by `now`."""
-        return self.done_s + (now - self.progress_at) * self.speed
-
     @property
     def node(self) -> str:
         """The node that it must run on; empty: any."""
         return self.place.node if self.place is not None else ""
+
+    @property
+    def memory(self) -> int:
+        """What its sandbox needs on the node that it has yet to choose."""
+        place = self.place
+        return place.memory if place is not None and not place.node else 0
+
+    def done_at(self, now: float) -> float:
+        """One-unit seconds of work done by `now`."""
+        return self.done_s + (now - self.progress_at) * self.speed
 
     def account(self, now: float) -> None:
         """Bring progress up to now. Called before its speed or its units change, and at its end."""
@@ -123,12 +143,13 @@ class Entry:
 
 
 class Lane:
-    """Waiting actions of one run with equal needs on one node."""
+    """Waiting actions of one run with equal needs on one node, of one service."""
 
-    __slots__ = ("blocked_on", "elastic", "fifo", "heap", "kinds", "node", "run", "waiting")
+    __slots__ = ("blocked_on", "elastic", "fifo", "heap", "kinds", "node", "run", "service", "waiting")
 
-    def __init__(self, run: Run, kinds: tuple[str, ...], elastic: str, node: str) -> None:
+    def __init__(self, run: Run, kinds: tuple[str, ...], elastic: str, node: str, service: str) -> None:
         self.run = run
+        self.service = service
         self.kinds = kinds
         self.elastic = elastic
         """The kind of the elastic pool of its actions, or an empty string."""
@@ -141,69 +162,311 @@ class Lane:
         """Where it is registered until something changes there; empty: it is open."""
 
     def push(self, entry: Entry) -> None:
+        """It waits here, or does so again in its old turn."""
         entry.lane = self
-        heappush(self.heap, (-entry.action.priority, entry.key, entry.seq, entry))
-        self.fifo.append(entry)
         self.waiting += 1
-
-    def push_again(self, entry: Entry) -> None:
-        """An attempt was lost: the action takes its old turn again."""
-        entry.lane = self
-        heappush(self.heap, (-entry.action.priority, entry.key, entry.seq, entry))
-        if self.fifo and self.fifo[-1].seq > entry.seq:
-            waiting = [other for other in self.fifo if other.lane is self and other is not entry]
-            self.fifo = deque(sorted([*waiting, entry]))
-        else:
-            self.fifo.append(entry)
-        self.waiting += 1
+        if entry.heap_lane is not self:
+            entry.heap_lane = self
+            heappush(self.heap, (-entry.action.priority, entry.key, entry.seq, entry))
+        if entry.fifo_lane is not self:
+            entry.fifo_lane = self
+            fifo = self.fifo
+            if not fifo or fifo[-1].seq < entry.seq:
+                fifo.append(entry)
+            else:
+                fifo.insert(bisect_right(fifo, entry), entry)
 
     def leave(self, entry: Entry) -> None:
-        """The action starts or settles; its slots in heap and fifo go stale."""
+        """It starts, settles or moves; its slots in heap and fifo are cleared when they come to the top."""
         entry.lane = None
         self.waiting -= 1
-        if len(self.heap) > 2 * self.waiting + STALE_SPARE:
-            self.heap = [item for item in self.heap if item[3].lane is self]
-            heapify(self.heap)
-        if len(self.fifo) > 2 * self.waiting + STALE_SPARE:
-            self.fifo = deque(entry for entry in self.fifo if entry.lane is self)
+        slots_max = 2 * self.waiting + STALE_SPARE
+        if len(self.heap) > slots_max or len(self.fifo) > slots_max:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Clear all slots of those that have left."""
+        for item in self.heap:
+            if item[3].lane is not self and item[3].heap_lane is self:
+                item[3].heap_lane = None
+        for entry in self.fifo:
+            if entry.lane is not self and entry.fifo_lane is self:
+                entry.fifo_lane = None
+        self.heap = [item for item in self.heap if item[3].lane is self]
+        heapify(self.heap)
+        self.fifo = deque(entry for entry in self.fifo if entry.lane is self)
 
     def first(self) -> tuple[int, float, int, Entry]:
         """The first in the policy's order. Only for a lane in which somebody waits."""
         heap = self.heap
         while heap[0][3].lane is not self:
-            heappop(heap)
+            left = heappop(heap)[3]
+            if left.heap_lane is self:
+                left.heap_lane = None
         return heap[0]
 
     def oldest(self) -> Entry:
         """The one submitted first. Only for a lane in which somebody waits."""
         fifo = self.fifo
         while fifo[0].lane is not self:
-            fifo.popleft()
+            left = fifo.popleft()
+            if left.fifo_lane is self:
+                left.fifo_lane = None
         return fifo[0]
 
 
 class Waiters:
-    """Lanes to try again when something changes here: a pool, or all pools of one kind."""
+    """Lanes to try again when something changes here: in a pool, or in any pool of a kind."""
 
-    __slots__ = ("blocker", "lanes")
+    __slots__ = ("blockers", "lanes", "of_kind")
 
-    def __init__(self) -> None:
+    def __init__(self, of_kind: Waiters | None = None) -> None:
+        self.of_kind = of_kind
+        """Those of the pool's kind; None if these are they."""
         self.lanes: dict[int, Lane] = {}
-        self.blocker: Entry | None = None
-        """The action that closed this pool: nobody behind it in the order takes from it."""
+        self.blockers: dict[str, Entry] = {}
+        """Per run, the action that closed the pool: nobody behind it in the order takes from it. A kind is closed only
+        to actions that have no place yet."""
 
 
 class Run:
     """One tenant of fair share."""
 
-    __slots__ = ("blockers", "lanes", "name", "open", "usage", "waiting")
+    __slots__ = ("lanes", "name", "number", "open", "usage", "waiting")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, number: int, usage: RunUsage) -> None:
         self.name = name
-        self.usage = RunUsage()
+        self.number = number
+        self.usage = usage
         self.lanes: dict[LaneKey, Lane] = {}
         self.open: dict[int, Lane] = {}
         """Lanes in which somebody waits and that nothing is known to block."""
         self.waiting = 0
-        self.blockers: dict[str, Entry] = {}
-        """Per pool kind, an aged action that no later action of the run may overtake."""
+
+
+class Lack(msgspec.Struct, frozen=True):
+    """Why an action cannot start now."""
+
+    waiters: Sequence[Waiters]
+    """Where a change would let it be tried again."""
+    close: Sequence[Waiters] = ()
+    """What it may close to those behind it."""
+    target: str = ""
+    """The node that an action without a place waits for, if it does ..."""
+    target_pools: Sequence[Waiters] = ()
+    """... and the pools there, which it closes once it has aged."""
+
+
+class Queue:
+    """All that waits."""
+
+    def __init__(self, ledger: Ledger, ageing_s: float) -> None:
+        self._ledger = ledger
+        self.ageing_s = ageing_s
+        self.runs: dict[str, Run] = {}
+        self.active: dict[str, Run] = {}
+        """Runs with an open lane."""
+        self.waiting = 0
+        self.changed: dict[str, PoolState] = {}
+        """CPU pools whose free units or elastic actions changed since the last round."""
+        self._of_pool: dict[str, Waiters] = {}
+        self._of_kind: dict[str, Waiters] = {}
+
+    def run(self, name: str) -> Run:
+        run = self.runs.get(name)
+        if run is None:
+            run = self.runs[name] = Run(name, len(self.runs), self._ledger.new_usage())
+        return run
+
+    # ---- coming and going ----
+
+    def enqueue(self, entry: Entry) -> None:
+        run, node = entry.run, entry.node
+        key = _lane_key(entry, node)
+        lane = run.lanes.get(key)
+        if lane is None:
+            kinds = tuple([kind for kind, _ in entry.needs])
+            lane = run.lanes[key] = Lane(run, kinds, entry.elastic, node, entry.action.service)
+        lane.push(entry)
+        run.waiting += 1
+        self.waiting += 1
+        if not lane.blocked_on:
+            self._open(lane)
+        if entry.elastic == CPU:
+            for pool in self._ledger.kinds[CPU].values():
+                if node in ("", pool.node):
+                    self.changed[pool.name] = pool
+
+    def dequeue(self, entry: Entry) -> None:
+        lane, run = entry.lane, entry.run
+        assert lane is not None, entry.id
+        lane.leave(entry)
+        run.waiting -= 1
+        self.waiting -= 1
+        if not lane.waiting:
+            if run.open.pop(id(lane), None) is not None and not run.open:
+                del self.active[run.name]
+            self._unblock(lane)
+        if entry.closed:
+            self.reopen(entry)
+
+    def lanes(self, pool: PoolState) -> Iterator[Lane]:
+        """Those in which somebody waits who may run from this pool."""
+        for run in self.runs.values():
+            if run.waiting:
+                for lane in run.lanes.values():
+                    if lane.waiting and pool.kind in lane.kinds and lane.node in ("", pool.node):
+                        yield lane
+
+    # ---- lanes that wait for a change ----
+
+    def of_pool(self, pool: PoolState) -> Waiters:
+        waiters = self._of_pool.get(pool.name)
+        if waiters is None:
+            waiters = self._of_pool[pool.name] = Waiters(self.of_kind(pool.kind))
+        return waiters
+
+    def of_kind(self, kind: str) -> Waiters:
+        waiters = self._of_kind.get(kind)
+        if waiters is None:
+            waiters = self._of_kind[kind] = Waiters()
+        return waiters
+
+    def set_aside(self, lane: Lane, lacking: Sequence[Waiters]) -> None:
+        """Close an open lane until something changes where it lacks."""
+        run = lane.run
+        del run.open[id(lane)]
+        if not run.open:
+            del self.active[run.name]
+        lane.blocked_on = tuple(lacking)
+        for waiters in lacking:
+            waiters.lanes[id(lane)] = lane
+
+    def wake(self, pool: PoolState) -> None:
+        """Something changed in a pool: the lanes that lacked it are open again."""
+        if pool.kind == CPU and not pool.gone:
+            self.changed[pool.name] = pool
+        waiters = self._of_pool.get(pool.name)
+        if waiters is not None and waiters.lanes:
+            self._open_all(waiters)
+        waiters = self._of_kind.get(pool.kind)
+        if waiters is not None and waiters.lanes:
+            self._open_all(waiters)
+
+    def _open_all(self, waiters: Waiters) -> None:
+        for lane in list(waiters.lanes.values()):
+            self._unblock(lane)
+            self._open(lane)
+
+    def _unblock(self, lane: Lane) -> None:
+        for waiters in lane.blocked_on:
+            waiters.lanes.pop(id(lane), None)
+        lane.blocked_on = ()
+
+    def _open(self, lane: Lane) -> None:
+        if lane.waiting:
+            run = lane.run
+            run.open[id(lane)] = lane
+            self.active[run.name] = run
+
+    # ---- pools that are closed to those behind ----
+
+    def is_aged(self, entry: Entry, now: float) -> bool:
+        """Has it waited so long that nothing later of its run overtakes it?"""
+        return entry.submitted_at <= now - self.ageing_s
+
+    def goes_before(self, first: Entry, second: Entry, now: float) -> bool:
+        elder_since = now - ELDER_FACTOR * self.ageing_s
+        if first.submitted_at <= elder_since:
+            return first.seq < second.seq
+        if second.submitted_at <= elder_since:
+            return False
+        if first.run is not second.run:
+            mine, theirs = first.run.usage.share, second.run.usage.share
+            return (mine, first.run.number) < (theirs, second.run.number)
+        aged_since = now - self.ageing_s
+        return _turn(first, aged_since) < _turn(second, aged_since)
+
+    def closed(self, waiters: Waiters, entry: Entry, now: float) -> bool:
+        """Did somebody who goes before it close this?"""
+        for blocker in waiters.blockers.values():
+            if blocker is not entry and self.goes_before(blocker, entry, now):
+                return True
+        return False
+
+    def close(self, entry: Entry, lack: Lack, now: float) -> None:
+        """The first action that cannot start closes what it lacks to those behind it, until it starts or settles."""
+        wanted = lack.close
+        if lack.target and self.is_aged(entry, now):
+            if entry.target != lack.target:
+                # What it closed on another node it will not use.
+                self.reopen(entry)
+                entry.target = lack.target
+            wanted = (*wanted, *lack.target_pools)
+        run = entry.run.name
+        for waiters in wanted:
+            blocker = waiters.blockers.get(run)
+            if blocker is entry:
+                continue
+            if blocker is not None:
+                if not self.goes_before(entry, blocker, now):
+                    continue
+                blocker.closed = tuple([other for other in blocker.closed if other is not waiters])
+            waiters.blockers[run] = entry
+            entry.closed = (*entry.closed, waiters)
+
+    def reopen(self, entry: Entry) -> None:
+        """What it closed is open to those behind it."""
+        closed, entry.closed, entry.target = entry.closed, (), ""
+        for waiters in closed:
+            del waiters.blockers[entry.run.name]
+            self._open_all(waiters)
+            if waiters.of_kind is not None:
+                self._open_all(waiters.of_kind)
+
+    # ---- the counts again, from scratch ----
+
+    def check(self) -> None:
+        """Recompute every count. Raises InvariantError on the first that is wrong."""
+        waiting = 0
+        for run in self.runs.values():
+            if bool(run.open) != (run.name in self.active):
+                raise InvariantError(f"run {run.name} has {len(run.open)} open lanes")
+            if run.waiting != sum(lane.waiting for lane in run.lanes.values()):
+                raise InvariantError(f"run {run.name} counts {run.waiting} waiting actions, its lanes others")
+            for lane in run.lanes.values():
+                _check_lane(lane)
+            waiting += run.waiting
+        if waiting != self.waiting:
+            raise InvariantError(f"{self.waiting} actions counted as waiting, lanes hold {waiting}")
+        for waiters in (*self._of_pool.values(), *self._of_kind.values()):
+            for name, blocker in waiters.blockers.items():
+                if blocker.lane is None or blocker.run.name != name or waiters not in blocker.closed:
+                    raise InvariantError(f"{blocker.id} closes a pool but does not wait for it")
+
+
+def _lane_key(entry: Entry, node: str) -> LaneKey:
+    """Amounts are coarsened to powers of two, so that arbitrary token counts do not make a lane each."""
+    needs = [(kind, units.bit_length() if units >= 0 else units) for kind, units in entry.needs]
+    if entry.place is not None and not node:
+        needs.append((MEMORY, entry.place.memory.bit_length()))
+    return tuple(needs), entry.elastic, node, entry.action.service
+
+
+def _turn(entry: Entry, aged_since: float) -> tuple[int, int, float, int]:
+    if entry.submitted_at <= aged_since:
+        return 0, 0, 0.0, entry.seq
+    return 1, -entry.action.priority, entry.key, entry.seq
+
+
+def _check_lane(lane: Lane) -> None:
+    in_heap = sorted(item[2] for item in lane.heap if item[3].lane is lane)
+    in_fifo = [entry.seq for entry in lane.fifo if entry.lane is lane]
+    if len(in_heap) != lane.waiting or in_heap != in_fifo:
+        raise InvariantError(f"a lane for {lane.kinds} counts {lane.waiting}, but holds {in_heap} and {in_fifo}")
+    is_open = id(lane) in lane.run.open
+    if bool(lane.waiting) != (is_open or bool(lane.blocked_on)) or (is_open and lane.blocked_on):
+        raise InvariantError(f"a lane for {lane.kinds} with {lane.waiting} waiting is neither open nor set aside")
+    for waiters in lane.blocked_on:
+        if waiters.lanes.get(id(lane)) is not lane:
+            raise InvariantError(f"a lane for {lane.kinds} waits for a change that will not wake it")

@@ -25,6 +25,13 @@ class Residents:
         places.pop((node, devices), None)
         places[node, devices] = None
 
+    def use(self, service: str, node: str, devices: tuple[int, ...]) -> bool:
+        """An action of the service starts on these devices. False: it has to be loaded there first."""
+        if (node, devices) not in self._by_service.get(service, {}):
+            return False
+        self.add(service, node, devices)
+        return True
+
     def remove(self, service: str, node: str, devices: tuple[int, ...]) -> None:
         places = self._by_service.get(service, {})
         places.pop((node, devices), None)
@@ -44,9 +51,6 @@ class Residents:
     def chunks(self, service: str, node: str) -> list[tuple[int, int]]:
         """The same as (start, size), for preferring them in an allocation."""
         return [(devices[0], len(devices)) for devices in self.devices(service, node)]
-
-    def anywhere(self, service: str) -> bool:
-        return service in self._by_service
 
     def learn_restore(self, service: str, seconds: float) -> None:
         """A start that had to load the service took this long."""

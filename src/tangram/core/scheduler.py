@@ -5,20 +5,28 @@ draws a random number, never waits: the live service, the simulator and the test
 every accepted action settles exactly once, that a plan which oversells a pool raises InvariantError with the action's
 story, and that the cost of an event grows neither with the number of finished actions nor, beyond a logarithm, with
 the number of waiting ones.
+
+A waiting action is started once all that was submitted before it and holds what it needs has ended, at the latest
+`ELDER_FACTOR * ageing_s` after its submission plus the time that those take: from then on nothing submitted later takes
+what it lacks. With a time limit on every action, and sandboxes that are released, that is a bound.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
+from heapq import heappush
 from typing import Any
 
 import msgspec
 
-from tangram.core.action import Action, Outcome, State, Status, Usage, checked_transition
-from tangram.core.demand import CORE, CPU, GPU, MEMORY
-from tangram.core.explain import explain, possible
-from tangram.core.ledger import Holding, Ledger, PoolState
+from tangram.core.action import NO_USAGE, Action, Outcome, State, Status, Usage, checked_transition
+from tangram.core.demand import CORE, CPU, GPU
+from tangram.core.explain import explain, impossible
+from tangram.core.grants import Grants
+from tangram.core.ledger import Ledger, PoolState
+from tangram.core.load import OfferedLoad
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -48,20 +56,25 @@ from tangram.core.messages import (
     Tick,
     WakeAt,
 )
-from tangram.core.policies.base import Adjust, Begin, Hold, Preload, SchedulingPolicy
+from tangram.core.places import Places
+from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload, SchedulingPolicy
 from tangram.core.profile import Knowledge
-from tangram.core.queue import LEARNED, Entry, Lane, Need, Place, Run, Waiters, lane_key
+from tangram.core.queue import Entry, Place, Queue, Run
 from tangram.core.residents import Residents
-from tangram.core.snapshot import Fit, Snapshot
+from tangram.core.snapshot import Snapshot
+from tangram.core.stranded import Stranded
 from tangram.core.timers import Timers
 from tangram.core.trace import describe, mentions
-from tangram.errors import InvariantError
+from tangram.errors import InvalidConfig, InvariantError
 
 STORY_EVENTS = 4096
 """The last events kept in memory for stories; a trace on disk keeps all."""
 
 STARVED_SHARE = 0.1
 """A timeout is our failure when the action lacked reserved CPU for more than this share of its execution."""
+
+REFILL_STEP_S = 1e-3
+"""A quota that is about to have enough is looked at no sooner than this: rounding may put the moment into the past."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +93,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     stranded_s: float = 300.0
     """How long an action waits for a pool that can no longer hold it, before it is lost."""
 
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if not 0 < value < math.inf:
+                raise InvalidConfig(f"limits.{field}", value, "a positive, finite number")
+
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts, at no cost beyond pools and runs."""
@@ -90,7 +109,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: int
     settled: dict[str, int]
     late_events: int
-    """Events about actions that had settled before, such as the last words of a lost node."""
+    """Events about what was over before, such as the last words of a lost node."""
     pools: dict[str, dict[str, int]]
     runs: dict[str, dict[str, float]]
 
@@ -111,29 +130,25 @@ class Scheduler:
         self.knowledge = Knowledge() if knowledge is None else knowledge
         self.ledger = Ledger()
         self.residents = Residents()
-        self.runs: dict[str, Run] = {}
-        self.active: dict[str, Run] = {}
-        """Runs with an open lane."""
+        self.queue = Queue(self.ledger, self.limits.ageing_s)
+        self.places = Places(self.ledger, self.limits.sandboxes_max)
         self.entries: dict[str, Entry] = {}
-        self.holding: dict[str, Entry] = {}
-        """Actions that hold units."""
-        self.places: dict[str, Place] = {}
-        self.elastic_by_pool: dict[str, dict[str, Entry]] = {}
-        self._pool_waiters: dict[str, Waiters] = {}
-        self._kind_waiters: dict[str, Waiters] = {}
+        """Every live action."""
+        self.snapshot = Snapshot(self)
+        self.grants = Grants(self.ledger, self.places, self.residents, self.snapshot)
+        self.load = OfferedLoad()
+        self.reviews: list[tuple[float, int, Entry, int]] = []
+        """Running actions that the policy wants to see again: when, sequence number, entry, attempt."""
         self._timers = Timers()
+        self._stranded = Stranded(self.ledger, self.queue)
         self._now = 0.0
         self._sequence = 0
-        self._waiting = 0
         self._settled: dict[Status, int] = dict.fromkeys(Status, 0)
         self._late = 0
         self._events: deque[tuple[float, Event, list[Effect]]] = deque(maxlen=STORY_EVENTS)
         self._effects: list[Effect] = []
-        self._held: list[Holding] = []
-        """Units kept aside for candidates of the present plan, with the actions and places they are for."""
         self._aside: dict[str, Entry] = {}
-        self._placed: list[Place] = []
-        self._snapshot = Snapshot(self)
+        """Candidates of the present plan whose minimum is kept aside."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -151,7 +166,7 @@ class Scheduler:
             Tick: self._on_tick,
         }
         for pool in pools:
-            self.ledger.change_pool(pool, 0.0, [])
+            self.ledger.change_pool(pool, 0.0)
 
     # ---- the door ----
 
@@ -159,427 +174,236 @@ class Scheduler:
         """Take one event, return what is to be done. A clock that steps back is read as standing still."""
         if now < self._now:
             now = self._now
-        self._now = self._snapshot.now = now
+        self._now = self.snapshot.now = now
         effects: list[Effect] = []
         self._effects = effects
         self._events.append((now, event, effects))
         self._handlers[type(event)](event)
-        if self.active or self._snapshot.changed:
+        if self.queue.active or self.queue.changed or (self.reviews and self.reviews[0][0] <= now):
             self._round()
         wake_at = self._timers.announce()
         if wake_at is not None:
             effects.append(WakeAt(at=wake_at))
         return effects
 
+    # ---- a round of decisions ----
+
     def _round(self) -> None:
-        """Ask the policy, and write each decision before asking for the next."""
-        for decision in self.policy.plan(self._snapshot):
+        """Ask the policy, and write each decision before asking for the next. A policy that stopped while it still
+        started actions is asked again; what it does not look at counts as passed over."""
+        active = self.queue.active
+        begun = True
+        while begun:
+            begun = False
+            for decision in self.policy.plan(self.snapshot):
+                begun = self._apply(decision) or begun
+            self.grants.let_go()
+            if self._aside:
+                self._line_up()
+            begun = begun and bool(active)
+        while active:
+            run = next(iter(active.values()))
+            self.snapshot.pass_over(next(iter(run.open.values())))
+        self.queue.changed.clear()
+
+    def _apply(self, decision: Decision) -> bool:
+        """Write one decision. True if an action was started. A wrong one stops everything, with the story."""
+        try:
             if type(decision) is Begin:
-                if self._held:
-                    self._let_go()
                 self._begin(decision)
-            elif type(decision) is Adjust:
+                return True
+            if type(decision) is Adjust:
                 self._adjust(decision)
             elif type(decision) is Hold:
                 self._hold(decision)
             elif type(decision) is Preload:
                 self._preload(decision)
-        if self._held:
-            self._let_go()
-        if self._aside:
-            self._line_up()
-        self._snapshot.changed.clear()
+        except InvariantError as error:
+            if error.story or isinstance(decision, Preload):
+                raise
+            raise self._bug(error.what, decision.entry) from error
+        return False
+
+    def _begin(self, decision: Begin) -> None:
+        entry, node = decision.entry, decision.node
+        self._expect(entry, State.QUEUED, "plan starts it")
+        self.grants.let_go()
+        if self._aside.pop(entry.id, None) is None:
+            self.queue.dequeue(entry)
+        place = entry.place
+        if place is not None and place.node != node and node:
+            self._settle_down(place, node)
+        shares = self.grants.take(entry, decision)
+        self._launch(entry, node, shares, entry.id if decision.riders else "")
+        entry.review_s = decision.review_s
+        for rider in decision.riders:
+            shares = self.grants.ride(rider, entry, node)
+            self.queue.dequeue(rider)
+            self._launch(rider, node, shares, entry.id)
+
+    def _settle_down(self, place: Place, node: str) -> None:
+        """The first action of a sandbox has chosen its node; the others wait for that node from now on."""
+        if place.node:
+            raise InvariantError(
+                f"plan starts an action of sandbox {place.id} on {node}, but it stands on {place.node}"
+            )
+        waiting = [entry for entry in place.actions.values() if entry.lane is not None]
+        for entry in waiting:
+            self.queue.dequeue(entry)
+        self.places.settle_down(place, node)
+        for entry in waiting:
+            self._enqueue_again(entry)
+
+    def _launch(self, entry: Entry, node: str, shares: tuple[Share, ...], batch: str) -> None:
+        entry.attempts += 1
+        entry.granted_at = entry.progress_at = self._now
+        entry.done_s = entry.unit_s = entry.review_s = 0.0
+        entry.speed = 1.0
+        entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
+        self._move(entry, State.STARTING)
+        self._effects.append(Start(action=entry.action, grant=entry.grant))
+
+    def _adjust(self, decision: Adjust) -> None:
+        entry = decision.entry
+        before = entry.reserved
+        pool = self.grants.adjust(decision, self._now)
+        if decision.review_s:
+            heappush(self.reviews, (self._now + decision.review_s, entry.seq, entry, entry.attempts))
+        if entry.reserved < before:
+            self.queue.wake(pool)
+        effect = Resize(action=entry.id, pool=pool.name, reserved=decision.reserved, limit=decision.limit)
+        self._effects.append(effect)
 
     def _hold(self, decision: Hold) -> None:
-        """Keep the minimum of a candidate aside until the plan has looked at all of them."""
-        entry, node = decision.entry, decision.node
-        self._expect(entry, State.QUEUED)
-        held: list[Holding] = []
-        place = entry.place
-        if place is not None and not place.node and node:
-            if place.memory:
-                held.append(self.ledger.hold(self.ledger.kinds[MEMORY][node], place.memory, place.run.usage))
-            place.node = node
-            self._placed.append(place)
-        for kind, minimum in entry.needs:
-            units = minimum if minimum != LEARNED else self.policy.reserve(entry, self._snapshot)
-            held.append(self.ledger.hold(self._snapshot.pool(kind, node), units, entry.run.usage))
-        self._held.extend(held)
-        self._dequeue(entry)
+        entry = decision.entry
+        self._expect(entry, State.QUEUED, "plan holds units for it")
+        self.grants.keep_aside(decision)
+        self.queue.dequeue(entry)
         self._aside[entry.id] = entry
-
-    def _let_go(self) -> None:
-        for holding in self._held:
-            self.ledger.give_back(holding, refund=True)
-        for place in self._placed:
-            place.node = ""
-        self._held, self._placed = [], []
 
     def _line_up(self) -> None:
         """What was held and not begun goes back to its turn, and is tried again when something changes."""
         left = list(self._aside.values())
         self._aside = {}
-        for entry in reversed(left):
-            self._enqueue(entry, again=True)
-            lane = entry.lane
-            if lane is not None and not lane.blocked_on:
-                self._snapshot.pass_over(lane)
+        for entry in left:
+            self.queue.enqueue(entry)
+        for entry in left:
+            if entry.lane is not None and not entry.lane.blocked_on:
+                self.snapshot.pass_over(entry.lane)
+
+    def _preload(self, decision: Preload) -> None:
+        pool = self.snapshot.pool(GPU, decision.node)
+        devices = pool.peek_devices(decision.units, self.residents.chunks(decision.service, decision.node))
+        self._effects.append(Restore(service=decision.service, node=decision.node, devices=devices))
 
     # ---- submission ----
 
     def _on_submit(self, event: Submit) -> None:
         action = event.action
-        run = self.runs.get(action.run) or self._new_run(action.run)
-        place = self.places.get(action.sandbox) if action.sandbox else None
+        run = self.queue.run(action.run)
+        place = self.places.by_sandbox.get(action.sandbox) if action.sandbox else None
         refusal = self._refusal(action, run, place)
         if refusal is not None:
-            self._effects.append(Refuse(action=action.id, limit=refusal[0], reason=refusal[1]))
+            self._refuse(action.id, *refusal)
             return
-        needs: tuple[Need, ...] = tuple(
-            (kind, amounts.min if amounts.declared else LEARNED) for kind, amounts in action.demand.pools.items()
-        )
         self._sequence += 1
-        entry = Entry(action, run, place, needs, self._sequence, self._now)
-        if not possible(self.ledger, entry):
-            reason = explain(self, entry)
-            self._effects.append(Refuse(action=action.id, limit="capacity", reason=reason))
+        entry = Entry(action, run, place, self._sequence, self._now)
+        if not self._stranded.is_possible(entry):
+            self._refuse(action.id, "capacity", impossible(self, entry))
             return
         self.entries[action.id] = entry
         if place is not None:
-            place.actions[action.id] = entry
+            self.places.join(place, entry)
         if action.deadline_s is not None:
             self._timers.set(self._now + action.deadline_s, self._deadline_passed, entry)
-        entry.key = self.policy.order(entry, self._snapshot)
-        self._enqueue(entry)
+        entry.key = self.policy.order(entry, self.snapshot)
+        if entry.elastic and entry.estimate is not None:
+            self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self._now)
+        self.queue.enqueue(entry)
 
     def _refusal(self, action: Action, run: Run, place: Place | None) -> tuple[str, str] | None:
         """The named limit that keeps the action out, with the sentence to say."""
         limits = self.limits
         if action.id in self.entries:
             return "id", f"an action with the id {action.id} is already live; ids must be unique"
-        if self._waiting >= limits.queue_max:
+        if self.queue.waiting >= limits.queue_max:
             return "queue_max", f"the queue holds {limits.queue_max} actions; wait until some have settled"
         if run.waiting >= limits.run_queue_max:
-            return (
-                "run_queue_max",
-                f"run {run.name} has {limits.run_queue_max} waiting actions; wait for some to settle",
-            )
+            reason = f"run {run.name} has {limits.run_queue_max} waiting actions; wait until some have settled"
+            return "run_queue_max", reason
         if action.sandbox and (place is None or place.released):
             return "sandbox", f"sandbox {action.sandbox} is not reserved; send Reserve first"
         return None
 
-    def _new_run(self, name: str) -> Run:
-        run = self.runs[name] = Run(name)
-        return run
+    def _refuse(self, subject: str, limit: str, reason: str) -> None:
+        self._effects.append(Refuse(action=subject, limit=limit, reason=reason))
 
-    def _enqueue(self, entry: Entry, *, again: bool = False) -> None:
-        run, node = entry.run, entry.node
-        key = lane_key(entry.needs, entry.elastic, node)
-        lane = run.lanes.get(key)
-        if lane is None:
-            kinds = tuple(kind for kind, _ in entry.needs)
-            lane = run.lanes[key] = Lane(run, kinds, entry.elastic, node)
-        if again:
-            lane.push_again(entry)
-        else:
-            lane.push(entry)
-        run.waiting += 1
-        self._waiting += 1
-        if not lane.blocked_on:
-            self._open(lane)
-        if entry.elastic == CPU:
-            for pool in self.ledger.kinds[CPU].values():
-                if node in ("", pool.node):
-                    self._snapshot.changed[pool.name] = pool
+    # ---- what managers report ----
 
-    def _dequeue(self, entry: Entry) -> None:
-        lane = entry.lane
-        assert lane is not None, entry.id
-        lane.leave(entry)
-        run = entry.run
-        run.waiting -= 1
-        self._waiting -= 1
-        if not lane.waiting:
-            if run.open.pop(id(lane), None) is not None and not run.open:
-                del self.active[run.name]
-            self._unblock(lane)
-        if entry.closed or entry.aged:
-            self._reopen(entry)
-
-    # ---- lanes that wait for a change ----
-
-    def pool_waiters(self, pool: PoolState) -> Waiters:
-        waiters = self._pool_waiters.get(pool.name)
-        if waiters is None:
-            waiters = self._pool_waiters[pool.name] = Waiters()
-        return waiters
-
-    def kind_waiters(self, kind: str) -> Waiters:
-        """Those that wait for any pool of a kind; a blocker here closes it only to actions without a place."""
-        waiters = self._kind_waiters.get(kind)
-        if waiters is None:
-            waiters = self._kind_waiters[kind] = Waiters()
-        return waiters
-
-    def wake(self, pool: PoolState) -> None:
-        """Something changed in a pool: the lanes that lacked it are open again."""
-        if pool.kind == CPU:
-            self._snapshot.changed[pool.name] = pool
-        for waiters in (self._pool_waiters.get(pool.name), self._kind_waiters.get(pool.kind)):
-            if waiters is not None and waiters.lanes:
-                self._open_all(waiters)
-
-    def _open_all(self, waiters: Waiters) -> None:
-        for lane in list(waiters.lanes.values()):
-            self._unblock(lane)
-            self._open(lane)
-
-    def _unblock(self, lane: Lane) -> None:
-        for waiters in lane.blocked_on:
-            waiters.lanes.pop(id(lane), None)
-        lane.blocked_on = ()
-
-    def _open(self, lane: Lane) -> None:
-        if lane.waiting:
-            run = lane.run
-            run.open[id(lane)] = lane
-            self.active[run.name] = run
-
-    def close(self, entry: Entry, fit: Fit, aged: bool) -> None:
-        """The first action that cannot start closes what it lacks to those behind it, until it starts or settles."""
-        for waiters in (*fit.close, *(fit.target if aged else ())):
-            blocker = waiters.blocker
-            if blocker is None or (aged and (not blocker.aged or entry.seq < blocker.seq)):
-                if blocker is not None:
-                    blocker.closed.remove(waiters)
-                waiters.blocker = entry
-                entry.closed.append(waiters)
-        if aged:
-            entry.aged = True
-            for kind in fit.short:
-                blocker = entry.run.blockers.get(kind)
-                if blocker is None or entry.seq < blocker.seq:
-                    entry.run.blockers[kind] = entry
-
-    def _reopen(self, entry: Entry) -> None:
-        for waiters in entry.closed:
-            waiters.blocker = None
-            self._open_all(waiters)
-        entry.closed = []
-        blockers = entry.run.blockers
-        for kind in [kind for kind, blocker in blockers.items() if blocker is entry]:
-            del blockers[kind]
-            self._open_all(self.kind_waiters(kind))
-        entry.aged = False
-
-    def wake_when_refilled(self, pool: PoolState, units: int) -> None:
-        at = pool.available_at(units, self._now)
-        if at > self._now and pool.pool.window is not None and units <= pool.total:
-            self._timers.set_pool(at, self._refilled, pool.name)
-
-    def _refilled(self, pool_name: str) -> None:
-        pool = self.ledger.pools.get(pool_name)
-        if pool is not None:
-            self.ledger.refill(pool, self._now)
-            self.wake(pool)
-
-    # ---- decisions ----
-
-    def _begin(self, decision: Begin) -> None:
-        entry = decision.entry
-        if entry.state is not State.QUEUED:
-            raise self._bug(f"plan starts {entry.id}, which is {entry.state.value}", entry)
-        node = decision.node
-        if self._aside.pop(entry.id, None) is None:
-            self._dequeue(entry)
-        if entry.place is not None and not entry.place.node and node:
-            self._settle_down(entry.place, node, entry)
-        shares = self._take(entry, decision)
-        self._launch(entry, node, shares, entry.id if decision.riders else "")
-        for rider in decision.riders:
-            self._ride(rider, entry, node)
-
-    def _settle_down(self, place: Place, node: str, entry: Entry) -> None:
-        """The first action of a sandbox has chosen its node: memory for its whole life is held there from now on."""
-        place.node = node
-        if place.memory:
-            pool = self.ledger.kinds[MEMORY][node]
-            try:
-                place.reserved = self.ledger.hold(pool, place.memory, place.run.usage)
-            except InvariantError as error:
-                raise self._bug(str(error), entry) from error
-        for other in list(place.actions.values()):
-            if other.lane is None:
-                continue
-            self._dequeue(other)
-            self._enqueue(other, again=True)
-
-    def _take(self, entry: Entry, decision: Begin) -> tuple[Share, ...]:
-        """Hold every pool of the demand, or raise: a plan that oversells is a bug of the policy."""
-        node, action = decision.node, entry.action
-        key_pool = entry.elastic or (CPU if CPU in action.demand.pools else "")
-        holdings: list[Holding] = []
-        shares: list[Share] = []
-        for kind, amounts in action.demand.pools.items():
-            if kind == key_pool and decision.units:
-                units = decision.units
-            else:
-                units = amounts.min if amounts.declared else self.policy.reserve(entry, self._snapshot)
-            if amounts.declared and not amounts.admits(units):
-                raise self._bug(
-                    f"plan gives {entry.id} {units} units of {kind}, which its demand does not admit", entry
-                )
-            pool = self._snapshot.pool(kind, node)
-            try:
-                holding = self.ledger.hold(pool, units, entry.run.usage, self._preferred(action, kind, node))
-            except InvariantError as error:
-                raise self._bug(str(error), entry) from error
-            holdings.append(holding)
-            limit = holding.units
-            if kind == CPU:
-                limit = max(units, decision.limit)
-                entry.reserved, entry.limit = units, limit
-                if entry.elastic == CPU:
-                    self.elastic_by_pool.setdefault(pool.name, {})[entry.id] = entry
-                    self._snapshot.changed[pool.name] = pool
-            shares.append(Share(pool.name, holding.units, limit, holding.cells))
-            if kind == key_pool:
-                entry.width = decision.width or holding.units
-        entry.holdings = tuple(holdings)
-        if entry.elastic != CPU:
-            entry.limit = max(entry.limit, entry.width)
-        return tuple(shares)
-
-    def _preferred(self, action: Action, kind: str, node: str) -> list[tuple[int, int]]:
-        if kind != GPU or not action.service:
-            return []
-        return self.residents.chunks(action.service, node)
-
-    def _launch(self, entry: Entry, node: str, shares: tuple[Share, ...], batch: str) -> None:
-        entry.attempts += 1
-        entry.granted_at = entry.progress_at = self._now
-        entry.done_s = entry.unit_s = 0.0
-        entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
-        self._move(entry, State.STARTING)
-        self.holding[entry.id] = entry
-        self._effects.append(Start(action=entry.action, grant=entry.grant))
-
-    def _ride(self, rider: Entry, leader: Entry, node: str) -> None:
-        """A waiting call of the same service shares the leader's device chunk; the last one out frees it."""
-        if rider.state is not State.QUEUED or rider.action.service != leader.action.service:
-            raise self._bug(f"plan lets {rider.id} ride with {leader.id}, which calls another service", rider)
-        holdings, shares = [], []
-        assert leader.grant is not None
-        for kind, amounts in rider.action.demand.pools.items():
-            pool = self._snapshot.pool(kind, node)
-            if kind == GPU:
-                holding = next(held for held in leader.holdings if held.pool is pool)
-                holding.riders += 1
-                share = next(share for share in leader.grant.shares if share.pool == pool.name)
-            else:
-                holding = self.ledger.hold(pool, amounts.min, rider.run.usage)
-                share = Share(pool.name, holding.units, holding.units, holding.cells)
-            holdings.append(holding)
-            shares.append(share)
-        self._dequeue(rider)
-        rider.holdings = tuple(holdings)
-        rider.width = rider.limit = leader.width
-        self._launch(rider, node, tuple(shares), leader.id)
-
-    def _adjust(self, decision: Adjust) -> None:
-        entry = decision.entry
-        if entry.state not in (State.STARTING, State.RUNNING) or entry.elastic != CPU:
-            raise self._bug(f"plan resizes {entry.id}, which is {entry.state.value}", entry)
-        amounts = entry.action.demand.pools[CPU]
-        if decision.reserved < amounts.min or decision.limit < decision.reserved:
-            raise self._bug(f"plan resizes {entry.id} below its minimum of {amounts.min}", entry)
-        holding = next(held for held in entry.holdings if held.pool.kind == CPU)
-        entry.account(self._now)
-        try:
-            self.ledger.resize(holding, decision.reserved)
-        except InvariantError as error:
-            raise self._bug(str(error), entry) from error
-        entry.reserved, entry.limit = decision.reserved, decision.limit
-        entry.speed = self.speed(entry)
-        if holding.pool.free > 0:
-            self.wake(holding.pool)
-        self._effects.append(
-            Resize(action=entry.id, pool=holding.pool.name, reserved=decision.reserved, limit=decision.limit)
-        )
-
-    def _preload(self, decision: Preload) -> None:
-        pool = self._snapshot.pool(GPU, decision.node)
-        chunk = pool.peek_devices(decision.units, self.residents.chunks(decision.service, decision.node))
-        self._effects.append(Restore(service=decision.service, node=decision.node, devices=chunk))
-
-    def speed(self, entry: Entry) -> float:
-        """Believed speed of an elastic action at its present limit, in one-unit seconds per second."""
-        units = min(entry.limit, entry.width) / (CORE if entry.elastic == CPU else 1)
-        speedup = entry.action.demand.speedup
-        if speedup is not None:
-            return speedup.at(units)
-        return float(units ** self._snapshot.estimate(entry).exponent) if units > 1.0 else units
-
-    # ---- the life of an action ----
-
-    def _move(self, entry: Entry, state: State) -> None:
-        try:
-            entry.state = checked_transition(entry.state, state, entry.id)
-        except InvariantError as error:
-            raise self._bug(str(error), entry) from error
+    def _live(self, action_id: str, attempt: int) -> Entry | None:
+        """The action that an event concerns; None if that is over: settled, or another attempt is on its way."""
+        entry = self.entries.get(action_id)
+        if entry is not None and (not attempt or (attempt == entry.attempts and entry.state is not State.QUEUED)):
+            return entry
+        self._late += 1
+        return None
 
     def _on_started(self, event: Started) -> None:
-        entry = self._live(event.action)
-        if entry is None or entry.state is State.STOPPING:
+        entry = self._live(event.action, event.attempt)
+        if entry is None:
             return
-        self._move(entry, State.RUNNING)
+        stopping = entry.state is State.STOPPING and entry.started_at is None
+        if not stopping:
+            self._move(entry, State.RUNNING)
         entry.started_at = entry.progress_at = self._now
+        if entry.restoring:
+            self.residents.learn_restore(entry.action.service, self._now - entry.granted_at)
+        if stopping:
+            return
         if entry.elastic:
-            entry.speed = self.speed(entry)
+            entry.speed = self.grants.speed(entry)
+        if entry.review_s:
+            heappush(self.reviews, (self._now + entry.review_s, entry.seq, entry, entry.attempts))
         if entry.action.timeout_s is not None:
             self._timers.set(self._now + entry.action.timeout_s, self._timeout_passed, entry, entry.attempts)
 
     def _on_start_failed(self, event: StartFailed) -> None:
-        entry = self._live(event.action)
+        entry = self._live(event.action, event.attempt)
         if entry is None:
             return
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), refund=True)
-        elif event.retry and entry.attempts < self.limits.attempts_max:
-            self._expect(entry, State.STARTING)
+            return
+        self._expect(entry, State.STARTING, "StartFailed came")
+        if event.retry and entry.attempts < self.limits.attempts_max:
             self._requeue(entry, refund=True)
         else:
-            self._expect(entry, State.STARTING)
             reason = f"start failed {entry.attempts} times, last: {event.reason}"
             self._end(entry, Status.LOST, reason, refund=True)
 
     def _on_finished(self, event: Finished) -> None:
-        entry = self._live(event.action)
+        entry = self._live(event.action, event.attempt)
         if entry is None:
             return
+        usage = event.usage
         if entry.state is State.STOPPING:
             status, reason = self._stop_reason(entry)
-            if status is Status.TIMED_OUT and self._starved(entry, event.usage):
-                status, reason = Status.LOST, f"starved: {event.usage.starved_s:.1f} s without its reserved CPU"
-            self._end(entry, status, reason, event.usage)
+            if status is Status.TIMED_OUT and self._starved(entry, usage):
+                status, reason = Status.LOST, f"starved: {usage.starved_s:.1f} s without its reserved CPU"
+            self._end(entry, status, reason, usage)
         elif event.lost:
-            self._lose(entry, event.lost, event.usage)
+            self._lose(entry, event.lost, usage)
         else:
-            self._expect(entry, State.RUNNING)
-            self._learn(entry, event.usage)
-            self._end(entry, Status.SUCCEEDED, "", event.usage)
+            self._expect(entry, State.RUNNING, "Finished came")
+            self._learn(entry, usage)
+            self._end(entry, Status.SUCCEEDED, "", usage)
 
-    def _stop_reason(self, entry: Entry) -> tuple[Status, str]:
-        assert entry.stop is not None, entry.id
-        return entry.stop
+    def _on_resized(self, event: Resized) -> None:
+        self._live(event.action, event.attempt)
 
     def _starved(self, entry: Entry, usage: Usage) -> bool:
         started = entry.started_at if entry.started_at is not None else self._now
         return usage.starved_s > STARVED_SHARE * max(self._now - started, 1e-9)
-
-    def _expect(self, entry: Entry, state: State) -> None:
-        if entry.state is not state:
-            raise self._bug(f"{entry.id} is {entry.state.value}, this event needs it {state.value}", entry)
 
     def _learn(self, entry: Entry, usage: Usage) -> None:
         assert entry.started_at is not None
@@ -590,92 +414,87 @@ class Scheduler:
             entry.account(self._now)
             unit = CORE if entry.elastic == CPU else 1
             units = (entry.unit_s / elapsed if elapsed > 0.0 else min(entry.limit, entry.width)) / unit
-        has_cpu = CPU in entry.action.demand.pools
-        cpu_s = usage.cpu_s if has_cpu else None
+        cpu_s = usage.cpu_s if CPU in entry.action.demand.pools else None
         self.knowledge.observe(entry.action, execution_s=execution_s, units=units, cpu_s=cpu_s)
 
-    def _lose(self, entry: Entry, reason: str, usage: Usage = Usage()) -> None:
+    # ---- the end of an action ----
+
+    def _lose(self, entry: Entry, reason: str, usage: Usage = NO_USAGE) -> None:
         """Our side failed it. It runs again only if the caller said that it may."""
+        if entry.state is State.STOPPING:
+            self._end(entry, *self._stop_reason(entry), usage)
+            return
         again = entry.action.idempotent and entry.attempts < self.limits.attempts_max
-        if again and (entry.place is None or entry.place.id in self.places):
-            self._requeue(entry)
+        if again and entry.state is not State.QUEUED and (entry.place is None or self.places.is_alive(entry.place)):
+            self._requeue(entry, spent=usage.spent)
         else:
             self._end(entry, Status.LOST, reason, usage)
 
-    def _requeue(self, entry: Entry, *, refund: bool = False) -> None:
-        self._give_back(entry, refund=refund)
+    def _requeue(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> None:
+        """The attempt is over; the action takes its old turn again."""
+        self._give_back(entry, refund=refund, spent=spent)
         self._move(entry, State.QUEUED)
-        entry.started_at = None
-        entry.grant = None
+        entry.started_at = entry.grant = None
+        entry.restoring = False
         entry.width = entry.reserved = entry.limit = 0
-        self._enqueue(entry, again=True)
+        self._enqueue_again(entry)
 
-    def _end(
-        self, entry: Entry, status: Status, reason: str, usage: Usage | None = None, *, refund: bool = False
-    ) -> None:
+    def _enqueue_again(self, entry: Entry) -> None:
+        self.queue.enqueue(entry)
+        if self._stranded.add(entry, self._now):
+            self._timers.set(self._now + self.limits.stranded_s, self._still_stranded, entry, self._now)
+
+    def _end(self, entry: Entry, status: Status, reason: str, usage: Usage = NO_USAGE, *, refund: bool = False) -> None:
         """Give everything back, settle, forget."""
-        usage = usage or Usage()
         if entry.state is State.QUEUED:
-            self._dequeue(entry)
+            self.queue.dequeue(entry)
         else:
             self._give_back(entry, refund=refund, spent=usage.spent)
-        state = {Status.SUCCEEDED: State.SUCCEEDED, Status.CANCELLED: State.CANCELLED}.get(status, State.FAILED)
-        self._move(entry, state)
-        self._forget(entry)
+        self._move(entry, _STATE_BY_STATUS.get(status, State.FAILED))
+        del self.entries[entry.id]
+        self._timers.drop(entry)
+        if entry.stranded_at is not None:
+            self._stranded.discard(entry)
+        if entry.place is not None:
+            freed = self.places.leave(entry.place, entry)
+            if freed is not None:
+                self.queue.wake(freed)
         self._settled[status] += 1
         self._effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
 
+    def _give_back(self, entry: Entry, *, refund: bool, spent: dict[str, int] | None) -> None:
+        for pool in self.grants.give_back(entry, refund=refund, spent=spent):
+            self.queue.wake(pool)
+
     def _outcome(self, entry: Entry, status: Status, reason: str, usage: Usage) -> Outcome:
-        total = self._now - entry.submitted_at
+        """Time since submission, divided: what is neither execution nor overhead of the last attempt was waiting."""
+        now = self._now
         execution_s = overhead_s = 0.0
-        if entry.attempts:
-            started = entry.started_at if entry.started_at is not None else self._now
-            overhead_s = started - entry.granted_at + min(usage.overhead_s, self._now - started)
-            execution_s = max(0.0, self._now - started - usage.overhead_s)
+        if entry.grant is not None:
+            started = entry.started_at if entry.started_at is not None else now
+            execution_s = max(0.0, now - started - usage.overhead_s)
+            overhead_s = started - entry.granted_at + min(usage.overhead_s, now - started)
         return Outcome(
             action=entry.id,
             status=status,
             reason=reason,
-            waiting_s=max(0.0, total - execution_s - overhead_s),
+            waiting_s=max(0.0, now - entry.submitted_at - execution_s - overhead_s),
             execution_s=execution_s,
             overhead_s=overhead_s,
             usage=usage,
             attempts=entry.attempts,
         )
 
-    def _give_back(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> None:
-        for holding in entry.holdings:
-            pool = holding.pool
-            freed = False
-            if spent and pool.kind in spent:
-                freed = self.ledger.correct(holding, spent[pool.kind])
-            if self.ledger.give_back(holding, refund=refund) or freed:
-                self.wake(pool)
-            if entry.elastic == CPU:
-                self.elastic_by_pool.get(pool.name, {}).pop(entry.id, None)
-        entry.holdings = ()
-        self.holding.pop(entry.id, None)
-
-    def _forget(self, entry: Entry) -> None:
-        del self.entries[entry.id]
-        self._timers.drop(entry)
-        place = entry.place
-        if place is not None:
-            del place.actions[entry.id]
-            place.finished += 1
-            if place.released and not place.actions:
-                self._vacate(place)
-
-    def _live(self, action_id: str) -> Entry | None:
-        entry = self.entries.get(action_id)
-        if entry is None:
-            self._late += 1
-        return entry
+    def _move(self, entry: Entry, state: State) -> None:
+        try:
+            entry.state = checked_transition(entry.state, state, entry.id)
+        except InvariantError as error:
+            raise self._bug(error.what, entry) from error
 
     # ---- stopping ----
 
     def _on_cancel(self, event: Cancel) -> None:
-        entry = self._live(event.action)
+        entry = self._live(event.action, 0)
         if entry is not None:
             self._stop(entry, Status.CANCELLED, "cancelled by the caller")
 
@@ -688,137 +507,100 @@ class Scheduler:
             entry.stop = (status, reason)
             self._effects.append(Stop(action=entry.id, reason=reason))
 
+    def _stop_reason(self, entry: Entry) -> tuple[Status, str]:
+        assert entry.stop is not None, entry.id
+        return entry.stop
+
     def _deadline_passed(self, entry: Entry) -> None:
-        waited = "while it waited" if entry.state is State.QUEUED else "while it ran"
-        self._stop(entry, Status.TIMED_OUT, f"deadline of {entry.action.deadline_s} s passed {waited}")
+        doing = "waited" if entry.state is State.QUEUED else "ran"
+        self._stop(entry, Status.TIMED_OUT, f"deadline of {entry.action.deadline_s:g} s passed while it {doing}")
 
     def _timeout_passed(self, entry: Entry, attempt: int) -> None:
         if entry.attempts == attempt and entry.state is State.RUNNING:
-            self._stop(entry, Status.TIMED_OUT, f"timeout of {entry.action.timeout_s} s passed")
+            self._stop(entry, Status.TIMED_OUT, f"timeout of {entry.action.timeout_s:g} s passed")
+
+    def _still_stranded(self, entry: Entry, since: float) -> None:
+        if entry.stranded_at == since and entry.state is State.QUEUED:
+            self._end(entry, Status.LOST, f"stranded: {impossible(self, entry)}")
 
     def _on_tick(self, event: Tick) -> None:
         self._timers.fire(self._now)
 
-    def _on_resized(self, event: Resized) -> None:
-        self._live(event.action)
+    # ---- pools that time fills ----
 
-    # ---- sandboxes ----
+    def wake_when_refilled(self, pool: PoolState, units: int) -> None:
+        """Try those who lack units of a quota again when it will have that many."""
+        at = pool.available_at(units)
+        if at < math.inf and not pool.fits(units):
+            self._timers.set_pool(max(at, self._now + REFILL_STEP_S), self._look_again, pool.name)
+
+    def wake_later(self, pool: PoolState, after_s: float) -> None:
+        self._timers.set_pool(self._now + after_s, self._look_again, pool.name)
+
+    def _look_again(self, pool_name: str) -> None:
+        pool = self.ledger.pools.get(pool_name)
+        if pool is not None:
+            self.ledger.refill(pool, self._now)
+            self.queue.wake(pool)
+
+    # ---- sandboxes, pools, nodes, runs, services ----
 
     def _on_reserve(self, event: Reserve) -> None:
-        run = self.runs.get(event.run) or self._new_run(event.run)
-        limit, reason = "", ""
-        if event.sandbox in self.places:
-            limit, reason = "id", f"sandbox {event.sandbox} is already reserved"
-        elif len(self.places) >= self.limits.sandboxes_max:
-            limit, reason = "sandboxes_max", f"{self.limits.sandboxes_max} sandboxes are open; release some first"
-        elif event.memory:
-            totals = [pool.total for pool in self.ledger.kinds.get(MEMORY, {}).values()]
-            if event.memory > max(totals, default=0):
-                limit = "capacity"
-                reason = f"sandbox {event.sandbox} asks for {event.memory} MiB; the largest node has {max(totals, default=0)}"
-        place = Place(event.sandbox, event.memory, run)
-        if event.node and not limit:
-            limit, reason = self._adopt(place, event.node)
-        if limit:
-            self._effects.append(Refuse(action=event.sandbox, limit=limit, reason=reason))
-            return
-        self.places[event.sandbox] = place
-
-    def _adopt(self, place: Place, node: str) -> tuple[str, str]:
-        """A sandbox that already stands on a node holds its memory there at once."""
-        if self.ledger.nodes.get(node) is not NodeState.UP:
-            return "node", f"node {node} is not up"
-        pool = self.ledger.kinds.get(MEMORY, {}).get(node)
-        if place.memory and (pool is None or not pool.fits(place.memory)):
-            return "capacity", f"node {node} has not {place.memory} MiB of memory free"
-        place.node = node
-        if place.memory and pool is not None:
-            place.reserved = self.ledger.hold(pool, place.memory, place.run.usage)
-        return "", ""
+        refusal = self.places.reserve(event, self.queue.run(event.run))
+        if refusal is not None:
+            self._refuse(event.sandbox, *refusal)
 
     def _on_release(self, event: Release) -> None:
-        place = self.places.get(event.sandbox)
+        place = self.places.by_sandbox.get(event.sandbox)
         if place is None:
             self._late += 1
             return
         place.released = True
         for entry in list(place.actions.values()):
             self._stop(entry, Status.CANCELLED, f"its sandbox {place.id} was released")
-        if not place.actions and place.id in self.places:
-            self._vacate(place)
-
-    def _vacate(self, place: Place) -> None:
-        del self.places[place.id]
-        if place.reserved is not None:
-            if self.ledger.give_back(place.reserved):
-                self.wake(place.reserved.pool)
-            place.reserved = None
-
-    # ---- pools, nodes, runs, residents ----
+        freed = self.places.vacate(place)
+        if freed is not None:
+            self.queue.wake(freed)
 
     def _on_pool_changed(self, event: PoolChanged) -> None:
-        name = event.pool.name
-        holdings = [held for held in self._all_holdings() if held.pool.name == name]
-        pool = self.ledger.change_pool(event.pool, self._now, holdings)
-        self.wake(pool)
+        self.queue.wake(self.ledger.change_pool(event.pool, self._now))
         self._find_stranded()
 
-    def _all_holdings(self) -> list[Holding]:
-        held = [holding for entry in self.holding.values() for holding in entry.holdings]
-        held.extend(place.reserved for place in self.places.values() if place.reserved is not None)
-        return list({id(holding): holding for holding in held}.values())
-
     def _on_node_changed(self, event: NodeChanged) -> None:
-        if event.node not in self.ledger.nodes:
-            self.ledger.nodes[event.node] = event.state
-            return
-        self.ledger.nodes[event.node] = event.state
+        node = event.node
+        self.ledger.nodes[node] = event.state
+        concerned = [pool for pool in self.ledger.pools.values() if pool.node == node]
         if event.state is NodeState.DOWN:
-            self._node_down(event.node)
-        for pool in list(self.ledger.pools.values()):
-            if pool.node == event.node:
-                self.wake(pool)
+            self._node_down(node)
+        for pool in concerned:
+            self.queue.wake(pool)
         self._find_stranded()
 
     def _node_down(self, node: str) -> None:
         """Everything on the node is gone: its units, its sandboxes, its loaded services."""
-        self.ledger.drop_node(node)
+        for pool in self.ledger.drop_node(node):
+            self.queue.changed.pop(pool.name, None)
         self.residents.drop_node(node)
-        dead = [place for place in self.places.values() if place.node == node]
-        for place in dead:
-            del self.places[place.id]
-        for place in dead:
+        for place in self.places.drop_node(node):
             for entry in list(place.actions.values()):
                 self._lose(entry, f"node {node} went down with sandbox {place.id}")
-            if place.reserved is not None:
-                self.ledger.give_back(place.reserved)
-                place.reserved = None
-        for entry in list(self.holding.values()):
+        for entry in list(self.grants.holding.values()):
             if entry.grant is not None and entry.grant.node == node:
-                self._lose_with_node(entry, node)
-
-    def _lose_with_node(self, entry: Entry, node: str) -> None:
-        if entry.state is State.STOPPING:
-            self._end(entry, *self._stop_reason(entry))
-        else:
-            self._lose(entry, f"node {node} went down")
+                self._lose(entry, f"node {node} went down")
 
     def _find_stranded(self) -> None:
         """Actions that no pool can hold any more wait `stranded_s` for one to come back, then are lost."""
-        for entry in self.entries.values():
-            if entry.state is State.QUEUED and not possible(self.ledger, entry):
-                self._timers.set(self._now + self.limits.stranded_s, self._still_stranded, entry)
-
-    def _still_stranded(self, entry: Entry) -> None:
-        if entry.state is State.QUEUED and not possible(self.ledger, entry):
-            self._end(entry, Status.LOST, f"stranded: {explain(self, entry)}")
+        for entry in self._stranded.find(self._now):
+            self._timers.set(self._now + self.limits.stranded_s, self._still_stranded, entry, self._now)
 
     def _on_run_changed(self, event: RunChanged) -> None:
-        run = self.runs.get(event.run) or self._new_run(event.run)
-        self.ledger.reweigh(run.usage, event.weight)
+        self.ledger.reweigh(self.queue.run(event.run).usage, event.weight)
 
     def _on_resident(self, event: Resident) -> None:
         self.residents.add(event.service, event.node, event.devices)
+        pool = self.ledger.kinds.get(GPU, {}).get(event.node)
+        if pool is not None:
+            self.queue.wake(pool)
 
     def _on_evicted(self, event: Evicted) -> None:
         self.residents.remove(event.service, event.node, event.devices)
@@ -832,7 +614,7 @@ class Scheduler:
 
     def story(self, action_id: str) -> list[str]:
         """What happened to an action, from the last events in memory."""
-        lines = []
+        lines: list[str] = []
         for now, event, effects in self._events:
             lines.extend(describe(now, message) for message in (event, *effects) if mentions(message, action_id))
         return lines
@@ -840,48 +622,47 @@ class Scheduler:
     def statistics(self) -> Statistics:
         return Statistics(
             now=self._now,
-            waiting=self._waiting,
-            holding=len(self.holding),
-            sandboxes=len(self.places),
+            waiting=self.queue.waiting,
+            holding=len(self.grants.holding),
+            sandboxes=len(self.places.by_sandbox),
             settled={status.value: count for status, count in self._settled.items()},
             late_events=self._late,
             pools={pool.name: pool.statistics() for pool in self.ledger.pools.values()},
             runs={
                 run.name: {"waiting": run.waiting, "share": run.usage.share, "weight": run.usage.weight}
-                for run in self.runs.values()
+                for run in self.queue.runs.values()
             },
         )
 
     def check(self) -> None:
         """Recompute every invariant from scratch. Raises InvariantError on the first that does not hold."""
-        self.ledger.check(self._all_holdings())
-        waiting = 0
-        for run in self.runs.values():
-            for lane in run.lanes.values():
-                queued = [item[3] for item in lane.heap if item[3].lane is lane]
-                if len(queued) != lane.waiting or {id(e) for e in queued} != {
-                    id(e) for e in lane.fifo if e.lane is lane
-                }:
-                    raise InvariantError(
-                        f"lane {lane.kinds} of run {run.name} counts {lane.waiting}, holds {len(queued)}"
-                    )
-                if lane.waiting and bool(lane.blocked_on) == (id(lane) in run.open):
-                    raise InvariantError(
-                        f"lane {lane.kinds} of run {run.name} is neither open nor waiting for a change"
-                    )
-                waiting += lane.waiting
-        if waiting != self._waiting or waiting != sum(run.waiting for run in self.runs.values()):
-            raise InvariantError(f"{self._waiting} actions counted as waiting, lanes hold {waiting}")
+        self.ledger.check(self.grants.all_holdings())
+        self.queue.check()
+        self.places.check()
+        queued = 0
         for entry in self.entries.values():
             self._check_entry(entry)
+            queued += entry.state is State.QUEUED
+        if queued != self.queue.waiting or len(self.entries) - queued != len(self.grants.holding):
+            raise InvariantError(f"{queued} of {len(self.entries)} actions wait, {self.queue.waiting} are counted")
 
     def _check_entry(self, entry: Entry) -> None:
-        if entry.state.terminal:
+        state = entry.state
+        if state.terminal:
             raise self._bug(f"{entry.id} has settled but is still live", entry)
-        if entry.state.holds_units != bool(entry.holdings) or entry.state.holds_units != (entry.id in self.holding):
-            raise self._bug(f"{entry.id} is {entry.state.value} but holds {len(entry.holdings)} pools", entry)
-        if (entry.state is State.QUEUED) != (entry.lane is not None):
-            raise self._bug(f"{entry.id} is {entry.state.value} and in lane {entry.lane}", entry)
+        if state.holds_units != bool(entry.holdings) or state.holds_units != (entry.id in self.grants.holding):
+            raise self._bug(f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry)
+        if (state is State.QUEUED) != (entry.lane is not None):
+            raise self._bug(f"{entry.id} is {state.value} and in lane {entry.lane}", entry)
+        if (entry.stop is not None) != (state is State.STOPPING):
+            raise self._bug(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry)
+
+    def _expect(self, entry: Entry, state: State, why: str) -> None:
+        if entry.state is not state:
+            raise self._bug(f"{entry.id} is {entry.state.value}, not {state.value}, when {why}", entry)
 
     def _bug(self, what: str, entry: Entry) -> InvariantError:
         return InvariantError(what, self.story(entry.id))
+
+
+_STATE_BY_STATUS = {Status.SUCCEEDED: State.SUCCEEDED, Status.CANCELLED: State.CANCELLED}

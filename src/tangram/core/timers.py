@@ -1,7 +1,8 @@
 """Timers: what is to happen at a time, unless its action settles before.
 
-Owns the heap of deadlines. Never reads a clock: `announce()` says when the next Tick is wanted, `fire(now)` runs what
-is due. Promises that timers of settled actions cost nothing for long: they are dropped in bulk.
+Owns the heap of deadlines and what was announced. Never reads a clock: `announce()` says when the next Tick is wanted,
+`fire(now)` runs what is due. Promises one announcement per time, and that timers of settled actions cost nothing for
+long: they are dropped in bulk.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from tangram.core.queue import Entry
 STALE_SPARE = 256
 """The heap is rebuilt when timers of settled actions outnumber the live ones by this many."""
 
+EARLY_S = 1e-3
+"""A Tick that comes this much too early is taken as the answer to its announcement, which is then made again: event
+loops wake up early by the resolution of their clock."""
+
 
 class Timers:
     __slots__ = ("_announced", "_count", "_heap", "_live", "_pools", "_stale")
@@ -27,7 +32,8 @@ class Timers:
         self._pools: dict[str, float] = {}
         """The earliest wake-up set per pool."""
         self._stale = 0
-        self._announced: float | None = None
+        self._announced: list[float] = []
+        """A heap: the announcements that no Tick has answered yet."""
 
     def set(self, at: float, call: Callable[..., None], entry: Entry, *arguments: Any) -> None:
         """Call `call(entry, *arguments)` at `at`, if the entry is still live then."""
@@ -56,24 +62,26 @@ class Timers:
         return not isinstance(subject, str) and subject.seq not in self._live
 
     def announce(self) -> float | None:
-        """The time of the next timer, if it is earlier than what was announced before; else None."""
+        """The time of the next timer, if it is earlier than all that was announced before; else None."""
         heap = self._heap
         while heap and self._is_stale(heap[0][3]):
             heappop(heap)
             self._stale -= 1
-        if not heap or (self._announced is not None and heap[0][0] >= self._announced):
+        if not heap or (self._announced and heap[0][0] >= self._announced[0]):
             return None
-        self._announced = heap[0][0]
-        return self._announced
+        heappush(self._announced, heap[0][0])
+        return heap[0][0]
 
     def fire(self, now: float) -> None:
-        """Run everything that is due. The next Tick must be announced anew."""
-        self._announced = None
+        """Run everything that is due."""
+        while self._announced and self._announced[0] <= now + EARLY_S:
+            heappop(self._announced)
         heap = self._heap
         while heap and heap[0][0] <= now:
             _, _, call, subject, arguments = heappop(heap)
             if isinstance(subject, str):
-                self._pools.pop(subject, None)
+                if self._pools.get(subject, float("inf")) <= now:
+                    del self._pools[subject]
                 call(subject)
             elif subject.seq in self._live:
                 left = self._live[subject.seq] - 1
@@ -84,3 +92,4 @@ class Timers:
                 call(subject, *arguments)
             else:
                 self._stale -= 1
+            heap = self._heap

@@ -48,15 +48,30 @@ class Chunks:
         if count < 0:
             raise InvalidConfig("devices of a node", count, "a whole number, at least 0")
         self.count = count
-        self._free: list[list[int]] = [[] for _ in range(count.bit_length())]
+        self._free: list[list[int]] = []
         """Per level the starts of the free chunks, increasing."""
         self._taken: dict[int, int] = {}
         """Size by start."""
+        self._tile()
+
+    def _tile(self) -> None:
+        """Lay out what nobody has taken, gap by gap, each time in the largest aligned chunk that fits there."""
+        self._free = [[] for _ in range(self.count.bit_length())]
         start = 0
-        for level in reversed(range(count.bit_length())):
-            if count >> level & 1:
+        for taken, size in [*sorted(self._taken.items()), (self.count, 0)]:
+            end = min(taken, self.count)
+            while start < end:
+                room = (end - start).bit_length() - 1
+                level = min(room, (start & -start).bit_length() - 1) if start else room
                 self._free[level].append(start)
                 start += 1 << level
+            start = taken + size
+
+    def resize(self, count: int) -> None:
+        """Have `count` devices from now on. A taken chunk stays taken, and what of it lies beyond the last device
+        vanishes when it is given back."""
+        self.count = count
+        self._tile()
 
     def free_counts(self) -> tuple[int, ...]:
         """How many chunks of each level are free, from level 0 up."""
@@ -68,7 +83,7 @@ class Chunks:
     def is_free(self, chunk: tuple[int, int]) -> bool:
         """Are all devices of this chunk free?"""
         start, size = chunk
-        return self._around(start, level_of(size)) is not None
+        return start % size == 0 and self._around(start, level_of(size)) is not None
 
     def peek(self, units: int, preferred: Sequence[tuple[int, int]] = (), affinity: bool = True) -> Chunk:
         """What `take` would answer."""
@@ -102,6 +117,9 @@ class Chunks:
         if self._taken.get(start) != size:
             raise InvariantError(f"chunk {start}+{size} was given back but is not taken; taken: {self._taken}")
         del self._taken[start]
+        if start + size > self.count:
+            self._tile()
+            return
         level = level_of(size)
         # A buddy beyond the last device is never free, so merging stops by itself at the top.
         while (start ^ (1 << level)) in self._free[level]:
@@ -110,16 +128,21 @@ class Chunks:
             level += 1
         bisect.insort(self._free[level], start)
 
-    def check(self) -> None:
-        """Recompute: free and taken chunks are aligned, tile all devices, and no two free buddies are apart."""
+    def check(self, taken: list[Chunk] | None = None) -> None:
+        """Recompute: free and taken chunks are aligned, tile all devices, and no two free buddies are apart.
+
+        `taken` are the chunks that somebody holds, where the caller knows them."""
         free = [Chunk(start, 1 << level) for level, starts in enumerate(self._free) for start in starts]
         end = 0
         for chunk in sorted([*free, *(Chunk(*item) for item in self._taken.items())]):
-            if chunk.start != end or chunk.start % chunk.size or chunk.size & (chunk.size - 1):
+            beyond = chunk.start >= self.count and chunk.start >= end
+            if (chunk.start != end and not beyond) or chunk.start % chunk.size or chunk.size & (chunk.size - 1):
                 raise InvariantError(f"{chunk} is not aligned or does not start at {end}: {self!r}")
-            end += chunk.size
-        if end != self.count:
+            end = chunk.start + chunk.size
+        if min(end, self.count) != self.count:
             raise InvariantError(f"chunks cover {end} devices of {self.count}: {self!r}")
+        if taken is not None and sorted(taken) != sorted(self._taken.items()):
+            raise InvariantError(f"chunks {sorted(taken)} are held: {self!r}")
         for chunk in free:
             if chunk.start ^ chunk.size in self._free[level_of(chunk.size)]:
                 raise InvariantError(f"{chunk} and its buddy are free but not merged: {self!r}")
@@ -213,7 +236,7 @@ class Cells:
         # Whatever is still missing goes elsewhere: nothing is left in the cells that it already has.
         return (*grown, *self.take(missing)) if missing else tuple(grown)
 
-    def resize_total(self, sizes: Sequence[int]) -> None:
+    def resize(self, sizes: Sequence[int]) -> None:
         """Other sizes from now on. A cell that is no longer named keeps its number and has no units."""
         count = max(len(sizes), len(self.sizes))
         before, after, free = (_padded(numbers, count) for numbers in (self.sizes, sizes, self.free))
@@ -248,53 +271,52 @@ class Cells:
 class CoreSet:
     """Exclusive cores by id: each belongs to one action at most."""
 
-    __slots__ = ("_free", "_taken", "numa")
+    __slots__ = ("_cell_by_core", "_free", "_taken", "numa")
 
     def __init__(self, numa: Sequence[Sequence[int]]) -> None:
+        self._taken: dict[int, None] = {}
+        self.resize(numa)
+
+    def resize(self, numa: Sequence[Sequence[int]]) -> None:
+        """Have these cores from now on. A taken core stays taken; one that is no longer named vanishes when it is
+        given back."""
         ids = [core for cores in numa for core in cores]
         if len(ids) != len(dict.fromkeys(ids)):
             raise InvalidConfig("cores per NUMA cell", numa, "every core in one cell only")
         self.numa = tuple(tuple(sorted(cores)) for cores in numa)
-        self._free = [list(cores) for cores in self.numa]
+        self._cell_by_core = {core: cell for cell, cores in enumerate(self.numa) for core in cores}
+        self._free = [[core for core in cores if core not in self._taken] for cores in self.numa]
         """Per cell, increasing."""
-        self._taken: dict[int, int] = {}
-        """Cell by core."""
 
     def take(self, count: int) -> tuple[int, ...]:
         """Cores of one cell if one has room, the fullest such; otherwise of as few cells as possible."""
         ids: list[int] = []
         for cell, part in _places([len(cores) for cores in self._free], count):
-            for core in self._free[cell][:part]:
-                self._taken[core] = cell
-                ids.append(core)
+            ids.extend(self._free[cell][:part])
             del self._free[cell][:part]
+        self._taken.update(dict.fromkeys(ids))
         return tuple(ids)
-
-    def take_exactly(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Just these cores, which must be free."""
-        for core in ids:
-            cell = next((i for i, cores in enumerate(self._free) if core in cores), None)
-            if cell is None:
-                raise InvariantError(f"core {core} is wanted but not free: {self!r}")
-            self._free[cell].remove(core)
-            self._taken[core] = cell
-        return ids
 
     def give(self, ids: Iterable[int]) -> None:
         for core in ids:
             if core not in self._taken:
                 raise InvariantError(f"core {core} was given back but is not taken: {self!r}")
-            bisect.insort(self._free[self._taken.pop(core)], core)
+            del self._taken[core]
+            cell = self._cell_by_core.get(core)
+            if cell is not None:
+                bisect.insort(self._free[cell], core)
 
-    def check(self) -> None:
-        """Recompute: every core of every cell is either free or taken there, and none is both."""
+    def check(self, taken: list[int] | None = None) -> None:
+        """Recompute: every core is either free or taken, and none is both. `taken` are the cores that somebody holds,
+        where the caller knows them."""
         for cell, cores in enumerate(self.numa):
-            taken = [core for core, owner in self._taken.items() if owner == cell]
-            if sorted([*self._free[cell], *taken]) != list(cores) or self._free[cell] != sorted(self._free[cell]):
+            if self._free[cell] != [core for core in cores if core not in self._taken]:
                 raise InvariantError(f"the free and taken cores of cell {cell} are not {cores}: {self!r}")
+        if taken is not None and sorted(taken) != sorted(self._taken):
+            raise InvariantError(f"cores {sorted(taken)} are held: {self!r}")
 
     def __repr__(self) -> str:
-        return f"CoreSet(free={self._free}, taken={self._taken})"
+        return f"CoreSet(free={self._free}, taken={list(self._taken)})"
 
 
 def _padded(numbers: Sequence[int], count: int) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ class Begin(msgspec.Struct, frozen=True):
     """Parallelism shown to the program; 0: as much as `units`."""
     riders: tuple[Entry, ...] = ()
     """Waiting actions of the same service that ride in its device chunk."""
+    review_s: float = 0.0
+    """Offer it to the policy again in `snapshot.due()` once it has run this long; 0: never."""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -49,6 +51,8 @@ class Adjust(msgspec.Struct, frozen=True):
     entry: Entry
     reserved: int
     limit: int
+    review_s: float = 0.0
+    """Offer it again after this many seconds; 0: as set before."""
 
 
 class Preload(msgspec.Struct, frozen=True):

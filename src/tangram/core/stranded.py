@@ -1,0 +1,55 @@
+"""Stranded: waiting actions that no pool could hold, even if all were free.
+
+Owns that list. Such an action closes nothing to others; the scheduler gives it some time for a pool to come back.
+"""
+
+from __future__ import annotations
+
+from tangram.core.demand import Need
+from tangram.core.ledger import Ledger
+from tangram.core.queue import Entry, LaneKey, Queue
+
+
+class Stranded:
+    """Waiting actions without hope, by id."""
+
+    def __init__(self, ledger: Ledger, queue: Queue) -> None:
+        self._ledger = ledger
+        self._queue = queue
+        self._entries: dict[str, Entry] = {}
+
+    def is_possible(self, entry: Entry) -> bool:
+        return self._ledger.could_hold(entry.needs, entry.node, entry.memory)
+
+    def add(self, entry: Entry, now: float) -> bool:
+        """Is this waiting action newly stranded?"""
+        if entry.stranded_at is not None or self.is_possible(entry):
+            return False
+        entry.stranded_at = now
+        self._entries[entry.id] = entry
+        if entry.closed:
+            self._queue.reopen(entry)
+        return True
+
+    def discard(self, entry: Entry) -> None:
+        entry.stranded_at = None
+        del self._entries[entry.id]
+
+    def find(self, now: float) -> list[Entry]:
+        """Pools have changed: those who have hope again leave the list; returned are those who have newly lost it.
+        A pass over lanes, and over actions only in lanes of which some may be concerned."""
+        for entry in list(self._entries.values()):
+            if self.is_possible(entry):
+                self.discard(entry)
+        found: list[Entry] = []
+        for run in self._queue.runs.values():
+            for key, lane in run.lanes.items():
+                if lane.waiting and not self._ledger.could_hold(_most(key), lane.node, 0):
+                    waiting = [entry for entry in lane.fifo if entry.lane is lane]
+                    found.extend(entry for entry in waiting if self.add(entry, now))
+        return found
+
+
+def _most(key: LaneKey) -> list[Need]:
+    """The largest needs that any action of a lane may have."""
+    return [(kind, (1 << bits) - 1 if bits >= 0 else bits) for kind, bits in key[0] if bits]
