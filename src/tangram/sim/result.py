@@ -30,6 +30,11 @@ class ActionRow(msgspec.Struct, frozen=True, kw_only=True):
     def act_s(self) -> float:
         return self.ended_at - self.submitted_at
 
+    @property
+    def trajectory(self) -> str:
+        """The engine names an action `trajectory.turn.number`."""
+        return self.id.rsplit(".", 2)[0]
+
 
 class Samples:
     """A curve over time in bounded memory."""
@@ -78,6 +83,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         acts = self.acts()
         executions = np.array([row.execution_s for row in self.rows])
         waits = np.array([row.waiting_s for row in self.rows])
+        overheads = np.array([row.overhead_s for row in self.rows])
         if not len(acts):
             return {"actions": 0.0}
         return {
@@ -89,7 +95,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             "act_weighted_s": float((acts * executions).sum() / max(executions.sum(), 1e-12)),
             "waiting_mean_s": float(waits.mean()),
             "execution_mean_s": float(executions.mean()),
+            "overhead_mean_s": float(overheads.mean()),
             "step_s": self.makespan_s,
             "core_use": self.core_s / (self.cores * self.makespan_s) if self.cores and self.makespan_s else 0.0,
+            "trajectories": float(len(self.episode_ends)),
             "failed": float(self.episodes_failed),
         }

@@ -1,10 +1,11 @@
-"""Traces: recorded csv files as workloads.
+"""Traces: recorded files as workloads.
 
-Owns the reading of three kinds of file, told apart by their header line:
+Owns the reading of three kinds of csv file, told apart by their header line, beside recordings of our own:
 
     tool calls   trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max
     rewards      task,duration_s                       one run of a task's test suite per line
     requests     day,arrival_s,model,exec_s            one request to a model service per line
+    recording    what `tangram sim --record` wrote; `record.py` says what it is taken to mean
 
 Further columns are ignored. A workload larger or smaller than its trace is drawn by whole trajectory, never by
 action, so what belongs together stays together. Promises InvalidTrace with file and line for whatever is malformed.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tangram.core.demand import CPU, GPU, Demand, cores, learned, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.record import is_recording, load_recording
 from tangram.sim.workloads import elastic, options
 from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY
 from tangram.sim.workloads.fit import SECONDS_MIN, stream
@@ -59,6 +61,9 @@ DAY_S = 86_400.0
 def load(path: str | Path, *, batch: int | None = None, seed: int = 0, **chosen: Any) -> Workload:
     """The workload of a trace file of any kind; `chosen` are the options of the loader for its kind."""
     path = Path(path)
+    if is_recording(path):
+        options.accepted(f"trace {path.name}", load_recording, chosen)
+        return _drawn(load_recording(path), batch, seed)
     header = _header(path)
     for columns, loader in _LOADERS.items():
         if set(columns) <= set(header):
@@ -66,6 +71,39 @@ def load(path: str | Path, *, batch: int | None = None, seed: int = 0, **chosen:
             return loader(path, batch=batch, seed=seed, **chosen)
     kinds = "; or ".join(",".join(columns) for columns in _LOADERS)
     raise InvalidTrace(f"{path}:1", ",".join(header), f"a header with the columns {kinds}")
+
+
+def load_all(paths: Sequence[str | Path], *, batch: int | None = None, seed: int = 0, **chosen: Any) -> Workload:
+    """One workload of all files at once. Of several, each keeps its runs apart under the name of its file."""
+    workloads = [load(path, batch=batch, seed=seed, **chosen) for path in paths]
+    if len(workloads) == 1:
+        return workloads[0]
+    labels = [f"{number}-{workload.name}"[:NAME_LENGTH_MAX] for number, workload in enumerate(workloads)]
+    return Workload(
+        name="+".join(workload.name for workload in workloads),
+        seed=seed,
+        episodes=tuple(
+            msgspec.structs.replace(
+                episode, id=f"{label}/{episode.id}", run=f"{label}/{episode.run}", group=f"{label}/{episode.group}"
+            )
+            for label, workload in zip(labels, workloads, strict=True)
+            for episode in workload.episodes
+        ),
+        services=tuple({service.name: service for workload in workloads for service in workload.services}.values()),
+        apis=tuple({api.name: api for workload in workloads for api in workload.apis}.values()),
+    )
+
+
+def _drawn(recorded: Workload, batch: int | None, seed: int) -> Workload:
+    """`batch` whole trajectories of a recording, each at the time at which it started (None: each once)."""
+    if batch is None:
+        return msgspec.structs.replace(recorded, seed=seed)
+    picks = _picks(batch, len(recorded.episodes), seed, "trajectory")
+    episodes = tuple(
+        msgspec.structs.replace(recorded.episodes[pick], id=f"{recorded.episodes[pick].run}/{k}")
+        for k, pick in enumerate(picks)
+    )
+    return msgspec.structs.replace(recorded, seed=seed, episodes=episodes)
 
 
 # ---- tool calls -----------------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Parallel: many calls in processes of their own, with progress, and an end that leaves nothing behind.
+
+Owns the worker processes. Knows nothing of what they compute. Promises the results in the order of the tasks, however
+many workers there are; that the error of a task is raised here as what it was; and that no worker outlives the block,
+whether it ends well, by an error or by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tangram.errors import ManagerError
+
+Progress = Callable[[float, int], None]
+"""Called with the work done, in tasks and fractions of the running ones, and the number of tasks."""
+
+REPORT_EVERY_S = 0.1
+"""Between two words of a worker on its progress: ten a second look smooth."""
+STOP_S = 5.0
+"""A terminated worker that is not gone by then is killed."""
+
+
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Workers:
+    """A context of `count` processes (None: one per core). With one, everything runs in this process."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count or cores_here()
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in self._workers:
+            process.terminate()
+            connection.close()
+        for process, _connection in self._workers:
+            process.join(STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers = []
+
+    def map(
+        self, call: Callable[[Any, Progress], Any], tasks: list[Any], progress: Progress | None = None
+    ) -> list[Any]:
+        """`call(task, report)` for every task; `report(done, total)` says how far it is."""
+        tell = progress or (lambda done, total: None)
+        if min(self.count, len(tasks)) <= 1:
+            return _one_by_one(call, tasks, tell)
+        self._start(min(self.count, len(tasks)))
+        return self._spread(call, tasks, tell)
+
+    def _start(self, count: int) -> None:
+        # Spawned, not forked: the caller may have threads, such as that of a progress bar. With the interrupt blocked,
+        # because Ctrl-C reaches the whole group and it is the parent that ends the workers.
+        context = multiprocessing.get_context("spawn")
+        with _interrupt_blocked():
+            while len(self._workers) < count:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append((process, ours))
+
+    def _spread(self, call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
+        results: list[Any] = [None] * len(tasks)
+        shares = [0.0] * len(tasks)
+        waiting = iter(range(len(tasks)))
+        task_by_connection: dict[Connection, int] = {}
+        idle = [connection for _, connection in self._workers]
+        while True:
+            for connection, task in zip(idle, waiting, strict=False):
+                connection.send((call, tasks[task]))
+                task_by_connection[connection] = task
+            idle = []
+            if not task_by_connection:
+                return results
+            for ready in wait(list(task_by_connection)):
+                assert isinstance(ready, Connection)
+                task = task_by_connection[ready]
+                word, value = _receive(ready)
+                if word == "progress":
+                    shares[task] = value
+                elif word == "failed":
+                    raise _rebuilt(*value)
+                else:
+                    results[task], shares[task] = value, 1.0
+                    del task_by_connection[ready]
+                    idle.append(ready)
+            tell(sum(shares), len(tasks))
+
+
+def _one_by_one(call: Callable[[Any, Progress], Any], tasks: list[Any], tell: Progress) -> list[Any]:
+    results: list[Any] = []
+
+    def report(done: float, total: int) -> None:
+        tell(len(results) + done / max(total, 1), len(tasks))
+
+    for task in tasks:
+        results.append(call(task, report))
+        tell(len(results), len(tasks))
+    return results
+
+
+def _receive(connection: Connection) -> tuple[str, Any]:
+    try:
+        answer: tuple[str, Any] = connection.recv()
+        return answer
+    except (EOFError, ConnectionResetError):
+        raise ManagerError(
+            "a worker process died without a word, as when memory runs out; try again with fewer --workers"
+        ) from None
+
+
+@contextmanager
+def _interrupt_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- inside a worker ------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection) -> None:
+    """Until the parent closes its end, or is gone."""
+    try:
+        while True:
+            call, task = connection.recv()
+            connection.send(_answer(connection, call, task))
+    except (EOFError, OSError):
+        return
+
+
+def _answer(connection: Connection, call: Callable[[Any, Progress], Any], task: Any) -> tuple[str, Any]:
+    last = time.monotonic()
+
+    def report(done: float, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= REPORT_EVERY_S:
+            last = now
+            connection.send(("progress", done / max(total, 1)))
+
+    try:
+        return "done", call(task, report)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        return "failed", _taken_apart(error)
+    except Exception as error:
+        return "failed", _taken_apart(error)
+
+
+def _taken_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any], str]:
+    """An error with a constructor of its own does not survive pickling whole."""
+    return type(error), error.args, dict(error.__dict__), traceback.format_exc()
+
+
+def _rebuilt(kind: type[Exception], arguments: tuple[Any, ...], fields: dict[str, Any], where: str) -> Exception:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(fields)
+    error.add_note(where)
+    return error

@@ -1,0 +1,344 @@
+"""Record: a simulation written in the trace format of `core.trace`, and a recorded trace read back as a workload.
+
+Owns both directions. What a recording is taken to say when it becomes a workload again:
+
+    thinking    the time from the end of a trajectory's turn to the next submission; what is submitted at one time, or
+                while a turn still runs, belongs to one turn
+    work        seconds of execution less those that it lost to others, brought to one unit by the speed-up that the
+                action declares, else by the exponent that a scheduler has learned by the end of the trace
+    CPU use     CPU seconds over those seconds and the cores that it ran on
+    services    a restore takes the median of what was recorded; the weights fill the smallest chunk that it ran on
+    sandboxes   as reserved
+    left out    actions that never settled, or that our side lost, refused or cancelled: their work is unknown
+
+Promises InvalidTrace with file and line for whatever is malformed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tangram.core.action import Action, Outcome, Status
+from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.core.messages import (
+    Effect,
+    Event,
+    Pool,
+    Reserve,
+    Resident,
+    Resized,
+    Restore,
+    Settle,
+    Start,
+    Started,
+    Submit,
+)
+from tangram.core.profile import Knowledge
+from tangram.core.scheduler import Limits
+from tangram.core.speedup import RIGID, PowerLaw, Speedup
+from tangram.core.trace import Header, Line, Recorder, read
+from tangram.errors import InvalidConfig, InvalidTrace
+from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.size import Size
+
+Observer = Callable[[float, Event, list[Effect]], None]
+
+WEIGHTS_GIB = 72.0
+"""Of a device of 80 GiB, by the weights of a service at its smallest degree; the rest is for activations."""
+BUSY_MIN = 0.001
+SECONDS_MIN = 1e-4
+"""An action that the trace shows with no time at all still took some."""
+RAN = (Status.SUCCEEDED, Status.TIMED_OUT)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recording(
+    path: str | Path, *, policy: str, pools: tuple[Pool, ...], limits: Limits, note: str = ""
+) -> Iterator[Observer | None]:
+    """An observer for `simulate` that writes all it sees to the file. No path: None, and nothing is written.
+
+    The file appears under its name only when it is whole.
+    """
+    if not path:
+        yield None
+        return
+    target, partial = Path(path), partial_of(path)
+    recorder = Recorder()
+    try:
+        with partial.open("wb") as file:
+            file.write(recorder.header(Header(policy=policy, pools=pools, ageing_s=limits.ageing_s, note=note)))
+            yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
+        os.replace(partial, target)
+    except OSError as error:
+        raise InvalidConfig("record", str(path), f"a file that can be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def partial_of(path: str | Path) -> Path:
+    """Where a recording grows. A process that is ended leaves it behind; who ends it deletes it."""
+    return Path(path).with_name(Path(path).name + ".partial")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[tuple[Header, Iterator[Line]]]:
+    """The header and the lines of a recorded trace."""
+    try:
+        with Path(path).open("rb") as file:
+            yield read(file, str(path))
+    except OSError as error:
+        raise InvalidConfig("trace", str(path), f"a file that can be read ({error.strerror})") from error
+
+
+def is_recording(path: str | Path) -> bool:
+    """Told by the first character: a header line is a JSON object, a csv file starts with the name of a column."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(64).lstrip()[:1] == b"{"
+    except OSError as error:
+        raise InvalidConfig("trace", str(path), f"a file that can be read ({error.strerror})") from error
+
+
+def recorded_size(path: str | Path) -> Size:
+    """The pools that the trace was recorded with."""
+    with opened(path) as (header, _):
+        cpus = [pool.total for pool in header.pools if pool.kind == CPU]
+        memory = sum(pool.total for pool in header.pools if pool.kind == MEMORY)
+        cores = round(sum(cpus) / CORE)
+        return Size(
+            cores=cores,
+            nodes=max(1, min(len(cpus), cores)),
+            memory_per_core_gib=memory / 1024 / cores if cores else 0.0,
+            devices=sum(pool.total for pool in header.pools if pool.kind == GPU),
+        )
+
+
+def load_recording(path: str | Path) -> Workload:
+    """The work of a recorded trace, each trajectory once."""
+    with opened(path) as (header, lines):
+        reading = _Reading()
+        for line in lines:
+            reading.take(line)
+    episodes = reading.episodes()
+    if not episodes:
+        raise InvalidTrace(str(path), "the end of the file", "at least one action that ran to its end")
+    return Workload(
+        name=Path(path).stem, seed=0, episodes=episodes, services=reading.services(), apis=_apis(header.pools)
+    )
+
+
+class _Seen:
+    """One action as the trace shows it."""
+
+    __slots__ = ("action", "devices", "ended_at", "granted_at", "outcome", "stretches", "submitted_at", "width")
+
+    def __init__(self, action: Action, now: float) -> None:
+        self.action = action
+        self.submitted_at = now
+        self.granted_at = now
+        self.ended_at = now
+        self.devices = 0
+        self.outcome: Outcome | None = None
+        self.width = 1.0
+        self.stretches: list[tuple[float, float]] = []
+        """(since, units at work), in order."""
+
+    @property
+    def unit(self) -> int:
+        return CORE if self.action.demand.elastic == CPU else 1
+
+    def launch(self, start: Start, now: float) -> None:
+        elastic = self.action.demand.elastic
+        self.granted_at = now
+        self.width = start.grant.width / self.unit if elastic else 1.0
+        limits = {share.pool.partition("@")[0]: share.limit for share in start.grant.shares}
+        self.devices = limits.get(GPU, 0)
+        self.stretches = [(now, self._at_work(limits.get(elastic, self.unit)))]
+
+    def resize(self, limit: int, now: float) -> None:
+        if self.action.demand.elastic == CPU:
+            self.stretches.append((now, self._at_work(limit)))
+
+    def _at_work(self, limit: int) -> float:
+        return max(1.0, min(limit / self.unit, self.width))
+
+    def own_share(self) -> float:
+        """Of its execution, the part in which it had all that it could use."""
+        assert self.outcome is not None
+        usage, seconds = self.outcome.usage, max(self.outcome.execution_s, SECONDS_MIN)
+        return max(0.0, 1.0 - min(seconds, max(usage.throttled_s, usage.starved_s)) / seconds)
+
+    def over_time(self, value: Callable[[float], float]) -> float:
+        """The integral over its execution of a function of the units at work."""
+        assert self.outcome is not None
+        begin = self.ended_at - self.outcome.execution_s
+        ends = [since for since, _ in self.stretches[1:]] + [self.ended_at]
+        total = 0.0
+        for (since, units), end in zip(self.stretches, ends, strict=True):
+            total += value(units) * max(0.0, end - max(since, begin))
+        return total
+
+
+class _Reading:
+    """All that one pass over a trace gathers."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, _Seen] = {}
+        self.sandboxes: dict[str, tuple[float, int]] = {}
+        """When each was reserved, and with how much memory."""
+        self.restores_s: dict[str, list[float]] = {}
+        self._loading: dict[str, tuple[float, float]] = {}
+        self.knowledge = Knowledge()
+
+    def take(self, line: Line) -> None:
+        message, now = line.message, line.t
+        if isinstance(message, Submit):
+            self.seen[message.action.id] = _Seen(message.action, now)
+        elif isinstance(message, Reserve):
+            self.sandboxes[message.sandbox] = (now, message.memory)
+        elif isinstance(message, Restore):
+            self._loading[message.service] = (now, -1.0)
+        elif isinstance(message, Resident):
+            since, until = self._loading.pop(message.service, (now, now))
+            self.restores_s.setdefault(message.service, []).append((now if until < 0.0 else until) - since)
+        elif isinstance(message, Start):
+            if (seen := self.seen.get(message.action.id)) is not None:
+                seen.launch(message, now)
+        elif isinstance(message, Started | Resized):
+            if (seen := self.seen.get(message.action)) is not None:
+                self._moved(seen, message, now)
+        elif isinstance(message, Settle) and (seen := self.seen.get(message.outcome.action)) is not None:
+            self._settled(seen, message.outcome, now)
+
+    def _moved(self, seen: _Seen, message: Started | Resized, now: float) -> None:
+        if isinstance(message, Resized):
+            seen.resize(message.limit, now)
+        elif seen.action.service:
+            self._loading[seen.action.service] = (seen.granted_at, now)
+
+    def _settled(self, seen: _Seen, outcome: Outcome, now: float) -> None:
+        seen.ended_at = now
+        seen.outcome = outcome
+        if outcome.status not in RAN or not seen.stretches or not seen.action.demand.elastic:
+            return
+        units = seen.over_time(lambda units: units) / max(outcome.execution_s, SECONDS_MIN)
+        self.knowledge.observe(
+            seen.action,
+            execution_s=outcome.execution_s * seen.own_share(),
+            units=max(1.0, units),
+            cpu_s=outcome.usage.cpu_s,
+        )
+
+    # ---- what it adds up to ----
+
+    def episodes(self) -> tuple[Episode, ...]:
+        by_trajectory: dict[str, list[_Seen]] = {}
+        for seen in self.seen.values():
+            if seen.outcome is not None and seen.outcome.status in RAN and seen.stretches:
+                by_trajectory.setdefault(seen.action.trajectory or seen.action.id, []).append(seen)
+        return tuple(self._episode(name, members) for name, members in by_trajectory.items())
+
+    def _episode(self, name: str, members: list[_Seen]) -> Episode:
+        first = members[0]
+        boxes = dict.fromkeys(seen.action.sandbox for seen in members if seen.action.sandbox in self.sandboxes)
+        reserved = [self.sandboxes[box] for box in boxes]
+        start_s = min([first.submitted_at, *(at for at, _ in reserved)])
+        turns, end = [], start_s
+        for together in _turns(members):
+            steps = tuple(self._step(seen, first.action.task) for seen in together)
+            turns.append(Turn(think_s=max(0.0, together[0].submitted_at - end), steps=steps))
+            end = max(seen.ended_at for seen in together)
+        return Episode(
+            id=name,
+            run=first.action.run,
+            task=first.action.task,
+            start_s=start_s,
+            memory=sum(memory for _, memory in reserved),
+            turns=tuple(turns),
+        )
+
+    def _step(self, seen: _Seen, task: str) -> Step:
+        action, outcome = seen.action, seen.outcome
+        assert outcome is not None
+        law = self._law(action)
+        own = seen.own_share()
+        unit_s = seen.over_time(lambda units: units) * own
+        return Step(
+            kind=action.kind,
+            key=action.key,
+            demand=action.demand,
+            service=action.service,
+            work_s=max(SECONDS_MIN, seen.over_time(law.at) * own),
+            busy=max(BUSY_MIN, outcome.usage.cpu_s / unit_s) if unit_s > 0.0 else 1.0,
+            speedup=law,
+            task="" if action.task == task else action.task,
+        )
+
+    def _law(self, action: Action) -> Speedup:
+        if not action.demand.elastic:
+            return RIGID
+        return action.demand.speedup or PowerLaw(self.knowledge.estimate(action).exponent)
+
+    def services(self) -> tuple[ServiceModel, ...]:
+        degrees: dict[str, tuple[int, ...]] = {}
+        smallest: dict[str, float] = {}
+        for seen in self.seen.values():
+            name = seen.action.service
+            if name and GPU in seen.action.demand.pools:
+                amounts = seen.action.demand.pools[GPU]
+                degrees.setdefault(name, amounts.choices or tuple(dict.fromkeys((amounts.min, amounts.max))))
+                smallest[name] = min(smallest.get(name, amounts.min), seen.devices or amounts.min)
+        return tuple(
+            ServiceModel(
+                name=name,
+                memory_gib=WEIGHTS_GIB * smallest[name],
+                restore_s=_median(self.restores_s.get(name, [])),
+                degrees=choices,
+            )
+            for name, choices in degrees.items()
+        )
+
+
+def _turns(members: list[_Seen]) -> Iterator[list[_Seen]]:
+    """Members come in the order of submission; one that comes while others still run belongs to their turn."""
+    together: list[_Seen] = []
+    end = 0.0
+    for seen in members:
+        if together and seen.submitted_at != together[0].submitted_at and seen.submitted_at >= end:
+            yield together
+            together = []
+        end = max(end, seen.ended_at) if together else seen.ended_at
+        together.append(seen)
+    yield together
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _apis(pools: tuple[Pool, ...]) -> tuple[ApiModel, ...]:
+    """Quotas as the trace had them: `name` counts what is in flight, `name/...` what a window allows."""
+    apis: dict[str, ApiModel] = {}
+    for pool in pools:
+        if pool.node:
+            continue
+        name = pool.kind.partition("/")[0]
+        before = apis.get(name, ApiModel(name=name))
+        if pool.window is None:
+            apis[name] = msgspec.structs.replace(before, concurrency=pool.total)
+        else:
+            apis[name] = msgspec.structs.replace(
+                before, per_window=pool.total, window_s=pool.window.seconds, bucket=pool.window.bucket
+            )
+    return tuple(apis.values())

@@ -1,0 +1,185 @@
+"""Survey: what a recorded trace holds, where the time went in it, and whether it still comes out the same.
+
+Owns the two questions that one asks of a trace as a whole. The story of one action is in `core.trace`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tangram.core.action import Action, Outcome, Status
+from tangram.core.messages import Effect, Event, Refuse, Settle, Submit
+from tangram.core.policies import POLICIES, policy
+from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.trace import EVENTS, Line, describe
+from tangram.errors import InvalidConfig
+from tangram.sim.record import opened
+
+# ---- where the time went --------------------------------------------------------------------------------------
+
+
+class RunTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of one run went, in seconds added up over its trajectories."""
+
+    run: str
+    trajectories: int
+    actions: int
+    statuses: dict[str, int]
+    waiting_s: dict[str, float]
+    """By the pool kinds that the actions asked for."""
+    execution_s: float
+    overhead_s: float
+    thinking_s: float
+    """Between the end of a turn and the next submission of its trajectory."""
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    policy: str
+    note: str
+    pools: dict[str, int]
+    first_s: float
+    last_s: float
+    messages: dict[str, int]
+    """Lines by kind of message."""
+    unsettled: int
+    runs: list[RunTime]
+
+
+class _Gathering:
+    """The sums of one run while its lines are read."""
+
+    def __init__(self) -> None:
+        self.actions = 0
+        self.statuses: dict[str, int] = {}
+        self.waiting_s: dict[str, float] = {}
+        self.execution_s = self.overhead_s = self.thinking_s = 0.0
+        self.running: dict[str, int] = {}
+        """Live actions by trajectory."""
+        self.idle_since: dict[str, float] = {}
+
+    def submitted(self, action: Action, now: float) -> None:
+        self.actions += 1
+        name = action.trajectory or action.id
+        if not self.running.get(name) and name in self.idle_since:
+            self.thinking_s += now - self.idle_since[name]
+        self.running[name] = self.running.get(name, 0) + 1
+
+    def settled(self, action: Action, outcome: Outcome, now: float) -> None:
+        name, kinds = action.trajectory or action.id, " + ".join(action.demand.pools)
+        self.statuses[outcome.status.value] = self.statuses.get(outcome.status.value, 0) + 1
+        self.waiting_s[kinds] = self.waiting_s.get(kinds, 0.0) + outcome.waiting_s
+        self.execution_s += outcome.execution_s
+        self.overhead_s += outcome.overhead_s
+        self.running[name] -= 1
+        self.idle_since[name] = now
+
+    def row(self, run: str) -> RunTime:
+        return RunTime(
+            run=run,
+            trajectories=len(self.running),
+            actions=self.actions,
+            statuses=self.statuses,
+            waiting_s=self.waiting_s,
+            execution_s=self.execution_s,
+            overhead_s=self.overhead_s,
+            thinking_s=self.thinking_s,
+        )
+
+
+def survey(path: str | Path) -> Survey:
+    """One pass over a recorded trace."""
+    runs: dict[str, _Gathering] = {}
+    live: dict[str, Action] = {}
+    messages: dict[str, int] = {}
+    times: list[float] = []
+    with opened(path) as (header, lines):
+        for line in lines:
+            message = line.message
+            name = type(message).__name__
+            messages[name] = messages.get(name, 0) + 1
+            times = [times[0] if times else line.t, line.t]
+            if isinstance(message, Submit):
+                live[message.action.id] = message.action
+                runs.setdefault(message.action.run, _Gathering()).submitted(message.action, line.t)
+            elif isinstance(message, Settle | Refuse):
+                outcome = _outcome(message)
+                if (action := live.pop(outcome.action, None)) is not None:
+                    runs[action.run].settled(action, outcome, line.t)
+    return Survey(
+        policy=header.policy,
+        note=header.note,
+        pools={pool.name: pool.total for pool in header.pools},
+        first_s=times[0] if times else 0.0,
+        last_s=times[-1] if times else 0.0,
+        messages=messages,
+        unsettled=len(live),
+        runs=[gathering.row(run) for run, gathering in runs.items()],
+    )
+
+
+def _outcome(message: Settle | Refuse) -> Outcome:
+    if isinstance(message, Settle):
+        return message.outcome
+    return Outcome(action=message.action, status=Status.REFUSED, reason=message.reason)
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The first place where a replay went another way."""
+
+    event: str
+    at_seq: int
+    recorded: list[str]
+    replayed: list[str]
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    policy: str
+    events: int
+    effects: int
+    difference: Difference | None = None
+
+
+def replay(path: str | Path) -> Replay:
+    """Feed the recorded events to a new scheduler with the recorded policy and compare what comes out."""
+    with opened(path) as (header, lines):
+        if header.policy.partition(":")[0] not in {name.partition(":")[0] for name in POLICIES}:
+            raise InvalidConfig("trace", str(path), f"a trace of a scheduling policy, not of {header.policy}")
+        scheduler = Scheduler(policy(header.policy), header.pools, limits=Limits(ageing_s=header.ageing_s))
+        events = effects = 0
+        event: Line | None = None
+        recorded: list[Effect] = []
+        for line in lines:
+            if not isinstance(line.message, EVENTS):
+                recorded.append(line.message)
+                continue
+            if event is not None and (difference := _step(scheduler, event, recorded)):
+                return Replay(policy=header.policy, events=events, effects=effects, difference=difference)
+            effects += len(recorded)
+            events += 1
+            event, recorded = line, []
+        difference = _step(scheduler, event, recorded) if event is not None else None
+    return Replay(policy=header.policy, events=events, effects=effects + len(recorded), difference=difference)
+
+
+def _step(scheduler: Scheduler, line: Line, recorded: list[Effect]) -> Difference | None:
+    event = line.message
+    assert isinstance(event, EVENTS)
+    replayed = scheduler.handle(event, line.t)
+    if replayed == recorded:
+        return None
+    return Difference(
+        event=describe(line.t, event),
+        at_seq=line.seq,
+        recorded=[_told(line.t, effect) for effect in recorded],
+        replayed=[_told(line.t, effect) for effect in replayed],
+    )
+
+
+def _told(now: float, effect: Event | Effect) -> str:
+    subject = getattr(effect, "action", "") or getattr(getattr(effect, "outcome", None), "action", "")
+    return f"{describe(now, effect)}  [{getattr(subject, 'id', subject)}]"
