@@ -1,0 +1,69 @@
+"""The command `tangram`: one file per verb.
+
+Owns the app and what holds for every verb: an error of ours is one line on stderr and exit code 2, Ctrl-C ends with
+130 after cleaning up, and nothing that takes time to import is imported before a verb needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tangram.cli import bench, plan, sim, trace
+from tangram.errors import InvariantError, TangramError
+
+EXIT_ERROR = 2
+"""The same as for a misspelt option: the caller has to change something."""
+
+
+class _Verbs(TyperGroup):
+    """Turns errors into messages, for the command and for tests alike."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InvariantError as error:
+            typer.echo(f"tangram: this is a bug in Tangram, please report it: {error}", err=True)
+            raise typer.Exit(EXIT_ERROR) from None
+        except TangramError as error:
+            typer.echo(f"tangram: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+app = typer.Typer(
+    name="tangram",
+    cls=_Verbs,
+    help="Action-level scheduling of the outside resources that agentic reinforcement learning uses.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("sim", epilog=sim.EXAMPLES)(sim.sim)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.add_typer(trace.app, name="trace")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"tangram {version('arl-tangram')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _every_verb(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app(prog_name="tangram")

@@ -1,0 +1,229 @@
+"""What several verbs take on the command line, and how it is read.
+
+Owns the reading of lists, sizes and `key=value`. Promises InvalidConfig with the option, the value and what would be
+valid. Imports what simulates only when it is called, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tangram.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from tangram.sim.compare import Source
+    from tangram.sim.episode import Workload
+    from tangram.sim.size import Size
+
+BATCHES = {"coding": 128, "search": 64, "teachers": 1024, "mixed": 384, "elastic": 1000}
+"""Trajectories when --batch is not given: a comparison over three seeds then takes seconds."""
+SEEDS = 5
+"""Three would do for the means; the interval of Student's t is half as wide with five."""
+
+WorkloadName = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="coding, search, teachers, mixed or elastic. Without one, and without --trace: coding.",
+    ),
+]
+Traces = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Play a recorded file instead: a csv trace, or what --record wrote. Several may be given.",
+    ),
+]
+Batch = Annotated[
+    int | None, typer.Option("--batch", metavar="N", help="Trajectories. Of a trace: drawn whole, else each once.")
+]
+Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that share the cores evenly.")]
+Memory = Annotated[
+    float | None,
+    typer.Option("--memory-per-core", metavar="GIB", help="Memory of a node for each of its cores. Default: 9.4."),
+]
+Devices = Annotated[int | None, typer.Option("--devices", metavar="N", help="GPUs, eight to a machine of their own.")]
+Seeds = Annotated[
+    str,
+    typer.Option("--seeds", metavar="N|LIST", help="How many, counted from 0; or which, such as 4,7 (one alone: 7,)."),
+]
+KnowledgeOf = Annotated[
+    str,
+    typer.Option(
+        "--knowledge",
+        metavar="WHAT",
+        help="What the scheduler knows beforehand: learned (nothing), hints (durations) or perfect.",
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="An option of the workload or trace, such as load=0.9."),
+]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a page to open in a browser, all in one file.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+WorkerCount = Annotated[
+    int | None, typer.Option("--workers", metavar="N", help="Processes that share the work. Default: one per core.")
+]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+def source_of(workload: str, traces: list[Path] | None, batch: int | None, chosen: list[str] | None) -> Source:
+    from tangram.sim.compare import Source
+    from tangram.sim.workload import WORKLOADS
+    from tangram.sim.workloads import options
+
+    if batch is not None:
+        options.whole("batch", batch)
+    read = tuple(_option(text) for text in chosen or ())
+    if len(dict(read)) < len(read):
+        raise InvalidConfig("option", " ".join(chosen or ()), "each key once")
+    if traces:
+        if workload:
+            raise InvalidConfig("workload", workload, "either a workload or --trace")
+        return Source(traces=tuple(map(str, traces)), batch=batch, options=read)
+    name = workload or "coding"
+    options.known("workload", name, WORKLOADS)
+    return Source(workload=name, batch=BATCHES[name] if batch is None else batch, options=read)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise InvalidConfig("option", text, "KEY=VALUE")
+    return key.replace("-", "_"), _value(value)
+
+
+def _value(text: str) -> Any:
+    """A number, true, false, none, a list of these with commas, or the word itself."""
+    if "," in text:
+        return tuple(_value(part) for part in text.split(",") if part)
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def names(option: str, text: str) -> tuple[str, ...]:
+    """Names with commas between them, each once."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise InvalidConfig(option, text, "names with commas between them")
+    return found
+
+
+def whole_numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
+    """Whole numbers with commas between them, each once."""
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least:
+        raise InvalidConfig(option, text, f"whole numbers, at least {least}, with commas between them")
+    return found
+
+
+def seeds_of(text: str, source: Source) -> tuple[int, ...]:
+    """`3` is 0, 1, 2; a comma makes it a list. By default one for a trace that is played as it is, else three."""
+    if not text:
+        return (0,) if source.traces and source.batch is None else tuple(range(SEEDS))
+    if "," in text:
+        return whole_numbers("seeds", text)
+    return tuple(range(whole_numbers("seeds", text, least=1)[0]))
+
+
+def sizes_of(
+    source: Source,
+    first: Workload,
+    cores: str,
+    nodes: int | None,
+    memory: float | None,
+    devices: int | None,
+) -> list[Size]:
+    """A size for each number of cores that is asked for; what is not said is as recorded, or fits the workload."""
+    import msgspec
+
+    usual = _usual_size(source, first)
+    _uses("cores", cores or None, usual.cores, first)
+    _uses("devices", devices, usual.devices, first)
+    given: dict[str, Any] = {"nodes": nodes, "memory_per_core_gib": memory, "devices": devices}
+    given = {name: value for name, value in given.items() if value is not None}
+    counts = whole_numbers("cores", cores, least=1) if cores else (usual.cores,)
+    if nodes is None:
+        return [
+            msgspec.structs.replace(usual, cores=count, nodes=max(1, min(usual.nodes, count)), **given)
+            for count in counts
+        ]
+    return [msgspec.structs.replace(usual, cores=count, **given) for count in counts]
+
+
+def _usual_size(source: Source, first: Workload) -> Size:
+    from tangram.sim.record import is_recording, recorded_size
+    from tangram.sim.size import default_size
+
+    if len(source.traces) == 1 and source.batch is None and is_recording(source.traces[0]):
+        return recorded_size(source.traces[0])
+    return default_size(first)
+
+
+def _uses(option: str, given: object, usual: int, first: Workload) -> None:
+    if given is not None and not usual:
+        raise InvalidConfig(option, given, f"no such option, as {first.name} uses no {option}")
+
+
+def workers_of(count: int | None) -> int | None:
+    if count is not None and count < 1:
+        raise InvalidConfig("workers", count, "a whole number, at least 1")
+    return count
+
+
+def seeds_text(seeds: tuple[int, ...]) -> str:
+    """As --seeds takes them."""
+    return str(len(seeds)) if seeds == tuple(range(len(seeds))) else ",".join(map(str, seeds)) + ","
+
+
+def output_file(option: str, path: Path | None) -> Path | None:
+    """A file that can be written, checked before the work rather than after it; its folder is made."""
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        raise InvalidConfig(option, str(path), f"a file that can be written ({error.strerror})") from None
+    return path
+
+
+# ---- the command that reproduces a result ---------------------------------------------------------------------
+
+
+def command(verb: str, source: Source, options: dict[str, object]) -> str:
+    """With every default filled in, so that it says the same when a default changes."""
+    words = ["tangram", verb]
+    words += [source.workload] if source.workload else [w for path in source.traces for w in ("--trace", path)]
+    if source.batch is not None:
+        words += ["--batch", str(source.batch)]
+    for key, value in source.options:
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += ["--option", f"{key}={shown}"]
+    for name, value in options.items():
+        if value not in (None, "", 0):
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)

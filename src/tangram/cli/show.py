@@ -1,0 +1,69 @@
+"""What verbs print: tables and JSON on stdout, progress on stderr.
+
+Owns the look. Promises that with --json nothing but JSON reaches stdout, and that a progress bar shows only on a
+terminal and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WIDTH_MIN = 120
+"""Columns of a table that goes to a file or a pipe, where no terminal says how wide it is."""
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=max(WIDTH_MIN, int(os.environ.get("COLUMNS", 0) or 0)))
+
+
+def table(title: str) -> Table:
+    """An empty table in the one style that all have."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def as_json(value: Any) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+@contextmanager
+def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, int], None] | None]:
+    """A callback for the work done and the whole of it, which draws a bar; None if nobody would see one."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=40),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} " + unit if unit else "{task.percentage:.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def where_to_look(path: Path) -> str:
+    return f"report: {path.resolve()}\nopen it in a browser, for example with: xdg-open {path}"

@@ -1,0 +1,128 @@
+"""`tangram trace`: look into a recorded trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tangram.cli import show
+from tangram.cli.options import Json
+from tangram.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from tangram.sim.survey import RunTime, Survey
+
+app = typer.Typer(help="Look into a trace that --record wrote.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --record wrote.")]
+
+
+@app.command(
+    "story",
+    epilog="[bold]Example[/bold]\n\ntangram trace story coding/7.12.0 --trace run.jsonl",
+)
+def story(
+    action: Annotated[str, typer.Argument(metavar="ID", help="The id of an action.")],
+    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="The trace to look in.")],
+    as_json: Json = False,
+) -> None:
+    """Tell all that happened to one action, in order."""
+    from tangram.core.messages import Submit
+    from tangram.core.trace import describe, mentions
+    from tangram.sim.record import opened
+
+    found: list[Any] = []
+    ids: list[str] = []
+    with opened(trace) as (_, lines):
+        for line in lines:
+            if mentions(line.message, action):
+                found.append(line)
+            elif not found and isinstance(line.message, Submit):
+                ids.append(line.message.action.id)
+    if not found:
+        raise InvalidConfig("action", action, f"the id of an action in {trace}{_nearest(action, ids)}")
+    if as_json:
+        show.as_json(found)
+        return
+    for line in found:
+        typer.echo(describe(line.t, line.message))
+
+
+def _nearest(action: str, ids: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(action, ids, n=3, cutoff=0.0)
+    return f", such as {', '.join(near)}" if near else ", which holds none"
+
+
+@app.command("show", epilog="[bold]Example[/bold]\n\ntangram trace show run.jsonl")
+def show_trace(file: File, as_json: Json = False) -> None:
+    """Show what a trace holds, and where the time of each run went."""
+    from tangram.sim.survey import survey
+
+    found = survey(file)
+    if as_json:
+        show.as_json(found)
+        return
+    _print(file, found)
+
+
+def _print(file: Path, found: Survey) -> None:
+    console = show.console()
+    counts = ", ".join(f"{count:,} {name}" for name, count in sorted(found.messages.items()))
+    pools = ", ".join(f"{name} {total:,}" for name, total in found.pools.items())
+    lines = [
+        f"{file.name}: {sum(found.messages.values()):,} lines from {found.first_s:.1f} s to {found.last_s:.1f} s",
+        f"policy   {found.policy}" + (f"  ({found.note})" if found.note else ""),
+        f"pools    {pools or 'none'}",
+        f"lines    {counts or 'none'}",
+        f"actions  {sum(run.actions for run in found.runs):,}, of which {found.unsettled:,} never settled",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False)
+    table = show.table("where the time went, in seconds over all trajectories")
+    kinds = list(dict.fromkeys(kind for run in found.runs for kind in run.waiting_s))
+    table.add_column("run")
+    heads = ["trajectories", "actions", "thinking", *(f"waiting: {kind}" for kind in kinds), "executing", "overhead"]
+    for head in [*heads, "ended"]:
+        table.add_column(head, justify="right" if head != "ended" else "left")
+    for run in found.runs:
+        table.add_row(*_cells(run, kinds))
+    console.print(table)
+
+
+def _cells(run: RunTime, kinds: list[str]) -> list[str]:
+    whole = run.thinking_s + sum(run.waiting_s.values()) + run.execution_s + run.overhead_s
+
+    def cell(seconds: float) -> str:
+        return f"{seconds:,.0f} ({seconds / whole:.0%})" if whole else "0"
+
+    waits = [cell(run.waiting_s[kind]) if kind in run.waiting_s else "-" for kind in kinds]
+    ended = ", ".join(f"{count:,} {status}" for status, count in run.statuses.items())
+    times = [cell(run.thinking_s), *waits, cell(run.execution_s), cell(run.overhead_s)]
+    return [run.run, f"{run.trajectories:,}", f"{run.actions:,}", *times, ended]
+
+
+@app.command("replay", epilog="[bold]Example[/bold]\n\ntangram trace replay run.jsonl")
+def replay_trace(file: File, as_json: Json = False) -> None:
+    """Feed the events to the scheduler again and check that the same effects come out.
+
+    Ends with 1 if they do not, and shows the first difference.
+    """
+    from tangram.sim.survey import replay
+
+    found = replay(file)
+    if as_json:
+        show.as_json(found)
+    elif found.difference is None:
+        typer.echo(f"the same: {found.events:,} events bring the same {found.effects:,} effects under {found.policy}")
+    else:
+        difference = found.difference
+        typer.echo(f"different after {found.events:,} events, at seq {difference.at_seq}:")
+        typer.echo(f"  event     {difference.event}")
+        for label, effects in (("recorded", difference.recorded), ("replayed", difference.replayed)):
+            for effect in effects or ["nothing"]:
+                typer.echo(f"  {label}  {effect}")
+    if found.difference is not None:
+        raise typer.Exit(1)
