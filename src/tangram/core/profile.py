@@ -28,6 +28,8 @@ EXPONENT_PRIOR = 0.6
 """Speed-up exponent before any evidence: between package installs (0.1) and type checks (0.9)."""
 EXPONENT_PRIOR_WEIGHT = 4.0
 """Evidence, in squared log-units, that outweighs the prior: about four runs at widths a factor e apart."""
+THROTTLED_SHARE = 0.9
+"""An action that used this share of its limit was held back by it."""
 DURATION_FLOOR_S = 1e-4
 
 ClassKey = tuple[str, ...]
@@ -167,7 +169,12 @@ class Knowledge:
             self._observe_speedup(exact, wider, seconds, units)
             speedup = action.demand.speedup
             exponent = self.estimate(action).exponent
-            seconds_on_one = seconds * (speedup.at(units) if speedup else max(units, 1e-3) ** exponent)
+            if units < 1.0:
+                # Below one core only what used all that it had was slowed; it is taken to fill a core.
+                slowed = cpu_s is None or cpu_s >= THROTTLED_SHARE * units * seconds
+                seconds_on_one = seconds * units if slowed else seconds
+            else:
+                seconds_on_one = seconds * (speedup.at(units) if speedup else units**exponent)
         else:
             seconds_on_one = seconds
         for profile in (exact, wider, kind):

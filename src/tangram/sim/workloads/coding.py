@@ -46,15 +46,18 @@ CALLS_SIGMA_ITEM = 0.4
 """Part of that spread that siblings share: how hard the item is."""
 CALLS_MIN, CALLS_MAX = 3, 200
 
-THINK = lognormal(2.6, 0.8)
+THINK = lognormal(3.1, 0.8)
 
 TESTS_SIGMA_ITEM = 0.35
 """Part of the spread of test commands that comes from the repository, and that its reward shares."""
 
 REWARD_SIGMA = 0.5
 """Spread of the log duration of one item's test suite between siblings."""
-REWARD_BUSY = 0.8
-"""Cores that a test suite keeps busy per core of its width; the rest of the time it reads files and waits."""
+REWARD_BUSY = 0.3
+"""Cores that a test suite keeps busy per core of its width: as much as the test commands of the agents do; the rest
+of the time it installs packages, reads files and waits."""
+REWARD_CORES_MIN = 0.5
+"""What a test suite is guaranteed: as much as a pod per trajectory requests in the baseline of the papers."""
 REWARD_EXPONENTS = (0.6, 0.85)
 """Test suites parallelise like the better developer commands (lint 0.6, type checks 0.76-0.88)."""
 
@@ -103,9 +106,9 @@ INSTALLS = Mixture((Part(0.70, 1.5, 0.45, TOOL_LIMIT_S), *_limited(0.30, 62.0, 0
 LIGHT = lognormal(0.12, 0.6, 1.0)
 """Waits for the disk and for the tool itself."""
 SCRIPT = Mixture((Part(0.6, 0.15, 0.6, 1.0), Part(0.4, 0.95, 0.1, 1.2)))
-TEST_CORES = Mixture((Part(0.80, 0.13, 0.7, 1.0), Part(0.18, 0.92, 0.08, 1.2), Part(0.02, 2.4, 0.7, 12.0)))
-"""Most tests wait, a fifth fill one core, a few start threads on every core they see."""
-INSTALL_CORES = Mixture((Part(0.8, 0.1, 0.7, 1.0), Part(0.18, 0.9, 0.1, 1.2), Part(0.02, 2.0, 0.5, 12.0)))
+TEST_CORES = Mixture((Part(0.88, 0.12, 0.7, 1.0), Part(0.11, 0.92, 0.08, 1.2), Part(0.01, 2.4, 0.7, 12.0)))
+"""Most tests wait, a tenth fill one core, a few start threads on every core they see."""
+INSTALL_CORES = Mixture((Part(0.88, 0.1, 0.7, 1.0), Part(0.11, 0.9, 0.1, 1.2), Part(0.01, 2.0, 0.5, 12.0)))
 """Downloads wait, unpacking and byte-compiling fill a core, a compiler run fills several."""
 
 CLASSES = (
@@ -214,7 +217,7 @@ def build(
     options.whole("reward_cores_max", reward_cores_max)
     options.number("spread_s", spread_s)
     call = Demand({CPU: learned(LIMIT_CORES)})
-    reward = Demand({CPU: cores(1, reward_cores_max)})
+    reward = Demand({CPU: cores(REWARD_CORES_MIN, reward_cores_max)})
     items = [draw_item(seed, number) for number in range(-(-batch // group))]
     episodes = []
     for k in range(batch):

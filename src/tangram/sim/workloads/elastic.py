@@ -33,8 +33,10 @@ def build(
     load: float = 0.7,
     units: int = 32,
     exponent: float = 0.75,
+    cores_max: int | None = None,
     source: str = "reward",
 ) -> Workload:
+    """`cores_max` is what one action may use at most, by default half of the units."""
     options.known("source", source, SOURCES)
     seconds = SOURCES[source]
     work = seconds.draw(stream("elastic", seed, "work", source), batch)
@@ -47,6 +49,7 @@ def build(
         load=load,
         units=units,
         exponent=exponent,
+        cores_max=cores_max,
     )
     return Workload(name="elastic", seed=seed, episodes=episodes)
 
@@ -61,6 +64,7 @@ def arrivals(
     load: float,
     units: int,
     exponent: float,
+    cores_max: int | None = None,
 ) -> tuple[Episode, ...]:
     """One episode per entry of `work`, which has the expectation `mean_s`, arriving as a Poisson process."""
     options.word("run", run)
@@ -68,7 +72,9 @@ def arrivals(
     options.whole("units", units)
     options.number("exponent", exponent, most=1.0)
     law = PowerLaw(exponent)
-    demand = Demand({CPU: cores(1, units)}, speedup=law)
+    if cores_max is not None:
+        options.whole("cores_max", cores_max)
+    demand = Demand({CPU: cores(1, cores_max or max(1, units // 2))}, speedup=law)
     gaps = stream("elastic", seed, "arrivals").exponential(mean_s / (load * units), len(work))
     return tuple(
         Episode(
