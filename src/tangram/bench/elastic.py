@@ -23,19 +23,20 @@ from tangram.bench.base import (
     BenchResult,
     Findings,
     Goal,
-    Interval,
     Progress,
     at_least,
     at_most,
     geometric,
+    paired,
+    paired_values,
     part,
     play,
-    ratio_of,
 )
 from tangram.core.arrange import srpt_lower_bound
 from tangram.core.messages import cpu_node
 from tangram.sim.episode import Workload
 from tangram.sim.simulate import simulate
+from tangram.sim.statistics import Interval
 from tangram.sim.workload import build
 
 POLICIES = ("paper", "adaptive", "adaptive:no-resize")
@@ -103,9 +104,11 @@ def play_point(sizes: Sizes, point: Point, seed: int) -> Row:
     )
     row = {"bound": lower_bound(workload, sizes.cores)}
     for name in POLICIES:
-        acts = simulate(workload, name, cpu_node("n0", sizes.cores), knowledge="perfect").acts()
+        result = simulate(workload, name, cpu_node("n0", sizes.cores), knowledge="perfect")
+        acts = result.acts()
         assert len(acts) == sizes.actions, f"{name} settled {len(acts)} of {sizes.actions} actions"
         row[f"{name} mean"], row[f"{name} p99"] = float(acts.mean()), float(np.percentile(acts, 99))
+        row[f"{name} capacity"] = capacity_bound(workload, sizes.cores, exponent, result.makespan_s)
     return row
 
 
@@ -116,6 +119,18 @@ def lower_bound(workload: Workload, units: int) -> float:
     works = [min(k * seconds for k, seconds in enumerate(row, start=1)) for row in times]
     total = srpt_lower_bound([start for start, _ in steps], works, [min(row) for row in times], units)
     return total / len(steps)
+
+
+def capacity_bound(workload: Workload, units: int, exponent: float, until_s: float) -> float:
+    """Seconds of mean ACT that no schedule which ends within `until_s` can beat, for the speed-up k ** exponent.
+
+    An action of w seconds that completes within f seconds takes at least w ** (1/p) * f ** (-(1-p)/p) unit-seconds
+    (Hoelder's inequality on its units over time), and all actions share units * until_s of them. The least sum of f
+    under that constraint has every f in proportion to its w.
+    """
+    works = [episode.turns[0].steps[0].work_s for episode in workload.episodes]
+    load = min(1.0, math.fsum(works) / (units * until_s))
+    return math.fsum(works) / len(works) * max(load ** (exponent / (1.0 - exponent)), units**-exponent)
 
 
 def _against_paper(found: Findings, by_point: dict[Point, list[Row]]) -> None:
@@ -135,31 +150,32 @@ def _against_paper(found: Findings, by_point: dict[Point, list[Row]]) -> None:
 
 
 def _against_bound(found: Findings, by_point: dict[Point, list[Row]]) -> None:
-    """The worst exponent and source at one load: a mean over them would hide it."""
-    ratios = {
-        point: _ratio(rows, "adaptive mean", "bound") for point, rows in by_point.items() if point[2] == BOUND_LOAD
-    }
-    if not ratios:
+    at_load = {point: rows for point, rows in by_point.items() if point[2] == BOUND_LOAD}
+    if not at_load:
         return
-    worst = max(ratios, key=lambda point: ratios[point].mean)
-    found.add("bound_ratio_07", ratios[worst], at_most(2.8))
-    for (source, exponent, _), ratio in ratios.items():
-        found.add(f"bound_ratio_07_{_short(source, exponent)}", ratio)
+    found.add("bound_ratio_07", _over_points(at_load, "adaptive mean", "bound"), at_most(2.8))
+    found.add("capacity_ratio_07", _over_points(at_load, "adaptive mean", "adaptive capacity"), PRINTED)
+    for (source, exponent, _), rows in at_load.items():
+        found.add(f"bound_ratio_07_{_short(source, exponent)}", _ratio(rows, "adaptive mean", "bound"))
+        capacity = _ratio(rows, "adaptive mean", "adaptive capacity")
+        found.add(f"capacity_ratio_07_{_short(source, exponent)}", capacity)
+    least = _over_points(at_load, "adaptive capacity", "bound").mean
     found.notes.append(
-        f"bound_ratio_07 is that of {_named(worst)}, the largest. The bound lets one machine as fast as all cores"
-        " together serve every action at full efficiency, which no speed-up below linear allows: no policy reaches 1."
+        "The bound of bound_ratio_07 serves every action on one machine as fast as all cores together, at full"
+        " efficiency. capacity_ratio_07 is against a second bound, which counts what a sub-linear speed-up costs: no"
+        f" schedule that ends as early can be below {least:.2f} in bound_ratio_07."
     )
 
 
 def _ratio(rows: list[Row], above: str, below: str) -> Interval:
-    return ratio_of([row[above] for row in rows], [row[below] for row in rows])
+    return paired_values([row[above] for row in rows], [row[below] for row in rows])
 
 
 def _over_points(by_point: dict[Point, list[Row]], above: str, below: str) -> Interval:
     """The geometric mean over all points, with the seeds as the sample: points of one seed share their randomness."""
     seeds = range(len(next(iter(by_point.values()))))
     means = [geometric(rows[seed][above] / rows[seed][below] for rows in by_point.values()) for seed in seeds]
-    return ratio_of(means, [1.0] * len(means))
+    return paired_values(means, [1.0] * len(means))
 
 
 def _smallest(ratios: dict[Point, Interval]) -> Point:
@@ -209,8 +225,8 @@ def _ablation(found: Findings, sizes: Sizes, processes: int | None, progress: Pr
     for i, ablation in enumerate(sizes.ablations):
         begin = 2 * i * sizes.seeds
         fixed, paper = played[begin : begin + sizes.seeds], played[begin + sizes.seeds : begin + 2 * sizes.seeds]
-        rewards = _pair(fixed, paper, "reward")
-        everything = _pair(fixed, paper, "all")
+        rewards = paired(fixed, paper, "reward")
+        everything = paired(fixed, paper, "all")
         found.add(ablation.metric, rewards, ablation.goal)
         found.add(f"{ablation.metric}_all", everything)
         found.notes.append(_explained(sizes, ablation, fixed, paper, rewards.mean, everything.mean))
@@ -225,14 +241,10 @@ def _explained(
     exponent = geometric(row["exponent"] for row in paper)
     mixed = 1.0 / (1.0 - PAPER_REWARD_SHARE + PAPER_REWARD_SHARE / rewards)
     return (
-        f"{ablation.metric}: rewards, the only scalable actions, on {sizes.ablation_nodes} x {ablation.node_cores} cores,"
-        f" batch {ablation.batch}; over all actions {everything:.2f}. The elastic side gave them {width:.0f} cores on"
+        f"{ablation.metric}: rewards, the only scalable actions, on {sizes.ablation_nodes} x {ablation.node_cores}"
+        f" cores, batch {ablation.batch}; over all actions {everything:.2f}. Elastic rewards got {width:.0f} cores on"
         f" average; with a mean exponent of {exponent:.2f} an idle cluster brings"
         f" ({width:.0f}/{ablation.fixed.partition(':')[2]})^{exponent:.2f}. Rewards are {share:.0%} of the time of all"
         f" actions here and about {PAPER_REWARD_SHARE:.0%} in the publication (its gains of 9.0x for tools, 2.8x for"
         f" rewards and 4.3x together imply that); with that share the ratio over all actions would be {mixed:.2f}."
     )
-
-
-def _pair(fixed: list[Row], paper: list[Row], name: str) -> Interval:
-    return ratio_of([row[name] for row in fixed], [row[name] for row in paper])

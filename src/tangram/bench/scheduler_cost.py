@@ -196,7 +196,7 @@ class _Running:
         self.step = step
         self.width = width
         self.left_s = step.work_s
-        self.speed = step.speedup.at(min(width, limit))
+        self.speed = self._speed(limit)
         self.started_at = self.since = now
         self.version = 0
         """Counts resizes: an end that was expected before the last one is void."""
@@ -204,8 +204,12 @@ class _Running:
     def resize(self, limit: float, now: float) -> None:
         self.left_s = max(0.0, self.left_s - (now - self.since) * self.speed)
         self.since = now
-        self.speed = self.step.speedup.at(min(self.width, limit))
+        self.speed = self._speed(limit)
         self.version += 1
+
+    def _speed(self, limit: float) -> float:
+        """The node is never so full that a tool call gets less than it can use."""
+        return self.step.speedup.at(min(self.width, limit)) if self.step.demand.elastic else 1.0
 
     @property
     def ends_at(self) -> float:

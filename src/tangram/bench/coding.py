@@ -1,0 +1,151 @@
+"""Coding agents: a pod per trajectory, as most frameworks reserve today, against sharing one node by action.
+
+A rollout batch of 512 trajectories starts at once on one node of 16, 32, 64 or 256 cores with 9.4 GiB per core, each
+with a sandbox of 0.25 GiB. A pod requests 0.5 cores (and, beside it, 1 core) and may use 4; it is admitted when its
+request fits and kept until its trajectory ends. ACT counts from submission, so it includes waiting for admission.
+`adaptive` is told nothing beforehand: no durations, no CPU use, no speed-ups.
+
+With a trace the same is done on trajectories drawn from it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tangram.bench.base import (
+    PRINTED,
+    BenchResult,
+    Findings,
+    Progress,
+    at_least,
+    paired,
+    part,
+    play,
+)
+from tangram.core.messages import cpu_node
+from tangram.sim.episode import Workload
+from tangram.sim.simulate import simulate
+from tangram.sim.statistics import mean_of
+from tangram.sim.traces import load_coding
+from tangram.sim.workload import build
+
+PODS, PODS_LARGE, OURS, OURS_TOLD, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive told everything", "alone"
+TRACE_FILE = "coding_actions.csv"
+
+ACT_GOALS = {16: at_least(6.0), 32: at_least(6.0), 64: at_least(4.0), 256: at_least(0.98)}
+STEP_GOALS = {16: at_least(2.2), 32: at_least(1.8), 64: at_least(1.4)}
+
+Side = tuple[str, int]
+"""What orchestrates, and on how many cores."""
+Row = dict[str, float]
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    batch: int = 512
+    cores: tuple[int, ...] = (16, 32, 64, 256)
+    """From deep overload to a pod's request for everybody."""
+    learning_cores: int = 32
+    """Where learning is compared with perfect knowledge."""
+    gib_per_core: float = 9.4
+    sandbox_mib: int = 256
+    seeds: int = 10
+    trace_cores: tuple[int, ...] = (16, 32, 64, 256)
+
+
+FULL = Sizes()
+QUICK = Sizes(seeds=3, trace_cores=(32,))
+
+
+def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
+    found = Findings()
+    if trace is None:
+        _compare(found, sizes, None, processes, progress)
+    else:
+        path = trace / TRACE_FILE if trace.is_dir() else trace
+        _compare(found, sizes, None, processes, part(progress, 0.0, 0.5))
+        _compare(found, sizes, path, processes, part(progress, 0.5, 1.0))
+    found.notes.append(
+        "load is the CPU time that all actions need, each on one core, over the cores times the mean length of a"
+        " trajectory of which no action waits or shares: above 1 the cores cannot keep up with the whole batch at once."
+        " ceiling_ratio is against such actions: the most that any scheduler could reach."
+    )
+    found.notes.append(
+        "weighted_act_ratio counts every action by its own length, because the mean is made by calls of 50 ms;"
+        " a value below 1 means that long actions pay for short ones."
+    )
+    return found.result("coding", "simulated", sizes)
+
+
+def _compare(found: Findings, sizes: Sizes, path: Path | None, processes: int | None, progress: Progress) -> None:
+    """All sides on the same work, every side of a seed a job of its own."""
+    suffix, all_cores = ("", sizes.cores) if path is None else ("_trace", sizes.trace_cores)
+    sides: list[Side] = [(name, cores) for cores in all_cores for name in (PODS, PODS_LARGE, OURS)]
+    sides += [(ALONE, max(all_cores)), (OURS_TOLD, sizes.learning_cores)]
+    jobs = [(sizes, path, side, seed) for side in sides for seed in range(sizes.seeds)]
+    played = play(play_side, jobs, processes, progress)
+    rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}
+    alone = rows[ALONE, max(all_cores)]
+    for cores in all_cores:
+        _at(found, rows, alone, cores, f"{cores}{suffix}", goals=not suffix)
+    pods, learned, told = (rows[name, sizes.learning_cores] for name in (PODS, OURS, OURS_TOLD))
+    gains = zip(_gains(pods, learned), _gains(pods, told), strict=True)
+    share = mean_of([gain / possible for gain, possible in gains])
+    found.add(f"learned_share{suffix}", share, None if suffix else at_least(0.8))
+    found.add(f"act_ratio_told_{sizes.learning_cores}{suffix}", paired(pods, told, "mean"))
+
+
+def _gains(pods: list[Row], ours: list[Row]) -> list[float]:
+    return [p["mean"] / o["mean"] - 1.0 for p, o in zip(pods, ours, strict=True)]
+
+
+def _at(
+    found: Findings, rows: dict[Side, list[Row]], alone: list[Row], cores: int, suffix: str, *, goals: bool
+) -> None:
+    """The metrics at one number of cores."""
+    pods, ours = rows[PODS, cores], rows[OURS, cores]
+    found.add(f"act_ratio_{suffix}", paired(pods, ours, "mean"), ACT_GOALS.get(cores) if goals else None)
+    found.add(f"ceiling_ratio_{suffix}", paired(pods, alone, "mean"), PRINTED if goals else None)
+    found.add(f"step_ratio_{suffix}", paired(pods, ours, "step"), STEP_GOALS.get(cores) if goals else None)
+    found.add(f"step_ceiling_ratio_{suffix}", paired(pods, alone, "step"))
+    found.add(f"p99_ratio_{suffix}", paired(pods, ours, "p99"))
+    found.add(f"weighted_act_ratio_{suffix}", paired(pods, ours, "weighted"))
+    found.add(f"act_ratio_pods1_{suffix}", paired(rows[PODS_LARGE, cores], ours, "mean"))
+    found.add(f"load_{suffix}", mean_of([row["need_s"] / (cores * row["span"]) for row in alone]))
+    for name, side in (("pods", pods), ("adaptive", ours)):
+        for number in ("mean", "p99"):
+            found.add(f"act_{number}_s_{name}_{suffix}", mean_of([row[number] for row in side]))
+
+
+def play_side(sizes: Sizes, path: Path | None, side: Side, seed: int) -> Row:
+    name, cores = side
+    workload = _workload(sizes, path, seed)
+    knowledge = "perfect" if name == OURS_TOLD else "learned"
+    pools = cpu_node("n0", cores, sizes.gib_per_core * cores)
+    result = simulate(workload, OURS if name == OURS_TOLD else name, pools, knowledge=knowledge)
+    steps = {
+        f"{episode.id}.{t}.{i}": step
+        for episode in workload.episodes
+        for t, turn in enumerate(episode.turns)
+        for i, step in enumerate(turn.steps)
+    }
+    assert len(result.rows) == len(steps), f"{name} settled {len(result.rows)} of {len(steps)} actions"
+    acts = result.acts()
+    weights = np.array([steps[row.id].work_s for row in result.rows])
+    return {
+        "mean": float(acts.mean()),
+        "p99": float(np.percentile(acts, 99)),
+        "weighted": float((acts * weights).sum() / weights.sum()),
+        "step": result.makespan_s,
+        "span": math.fsum(result.episode_ends) / len(result.episode_ends),
+        "need_s": math.fsum(step.work_s * step.busy for step in steps.values()),
+    }
+
+
+def _workload(sizes: Sizes, path: Path | None, seed: int) -> Workload:
+    if path is None:
+        return build("coding", batch=sizes.batch, seed=seed, memory=sizes.sandbox_mib)
+    return load_coding(path, batch=sizes.batch, seed=seed, memory=sizes.sandbox_mib)
