@@ -89,6 +89,8 @@ class Grants:
                 entry.reserved, entry.limit = units, limit
                 if entry.elastic == CPU:
                     self.elastic_by_pool.setdefault(pool.name, {})[entry.id] = entry
+                    pool.elastic_held += units
+                    pool.elastic_min += amounts.min
                     self._snapshot.changed[pool.name] = pool
             if kind == key_kind:
                 entry.width = decision.width or holding.units
@@ -163,6 +165,8 @@ class Grants:
         holding = next(held for held in entry.holdings if held.pool.kind == CPU)
         entry.account(now)
         self._ledger.resize(holding, reserved)
+        if entry.elastic:
+            holding.pool.elastic_held += reserved - entry.reserved
         entry.reserved, entry.limit = reserved, limit
         if entry.elastic:
             entry.speed = self.speed(entry)
@@ -187,8 +191,10 @@ class Grants:
             corrected = spent is not None and pool.kind in spent and self._ledger.correct(holding, spent[pool.kind])
             if self._ledger.give_back(holding, refund=refund) or corrected:
                 freed.append(pool)
-            if entry.elastic == CPU:
-                self.elastic_by_pool.get(pool.name, {}).pop(entry.id, None)
+            if entry.elastic == CPU and pool.kind == CPU:
+                self.elastic_by_pool[pool.name].pop(entry.id, None)
+                pool.elastic_held -= entry.reserved
+                pool.elastic_min -= entry.action.demand.pools[CPU].min
         entry.holdings = ()
         del self.holding[entry.id]
         return freed

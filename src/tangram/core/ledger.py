@@ -64,8 +64,8 @@ class PoolState:
     """One pool as it is now."""
 
     __slots__ = (
-        "charges", "free", "gone", "held", "kind", "name", "node", "peak", "peak_at", "place", "spent", "total",
-        "window", "window_at",
+        "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "name", "node", "peak", "peak_at",
+        "place", "spent", "total", "window", "window_at",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, now: float) -> None:
@@ -83,6 +83,8 @@ class PoolState:
         """Fixed window: when the current one began. Bucket: up to when units have come back."""
         self.charges: deque[Holding] = deque()
         """Of a spent pool, what time gives back, oldest first."""
+        self.elastic_held = self.elastic_min = 0
+        """CPU: what running elastic actions hold, and the sum of their minima."""
         self.peak = 0.0
         """For policies: the most that inelastic actions held, fading since `peak_at`."""
         self.peak_at = now

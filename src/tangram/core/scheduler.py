@@ -265,10 +265,12 @@ class Scheduler:
 
     def _adjust(self, decision: Adjust) -> None:
         entry = decision.entry
-        before = entry.reserved
-        pool = self.grants.adjust(decision, self._now)
         if decision.review_s:
             heappush(self.reviews, (self._now + decision.review_s, entry.seq, entry, entry.attempts))
+        before = entry.reserved
+        if decision.reserved == before and decision.limit == entry.limit:
+            return
+        pool = self.grants.adjust(decision, self._now)
         if entry.reserved < before:
             self.queue.wake(pool)
         effect = Resize(action=entry.id, pool=pool.name, reserved=decision.reserved, limit=decision.limit)

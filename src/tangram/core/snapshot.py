@@ -98,7 +98,7 @@ class Snapshot:
     def headroom(self, pool: PoolState) -> float:
         """Milli-cores to leave for inelastic actions: the most that they held lately, at most half of the pool."""
         now = self.now
-        inelastic = pool.held - sum(entry.reserved for entry in self.running(pool).values())
+        inelastic = pool.held - pool.elastic_held
         pool.peak = max(float(inelastic), pool.peak * math.exp((pool.peak_at - now) / PEAK_MEMORY_S))
         pool.peak_at = now
         return max(0.0, min(pool.peak, pool.total / 2) - inelastic)
@@ -152,15 +152,23 @@ class Snapshot:
             count += lane.waiting
         return count
 
-    def waiting_elastic(self, pool: PoolState, most: int) -> tuple[int, list[Entry]]:
-        """How many actions wait that are elastic in this pool, and `most` of them: the top of each lane's heap."""
-        count = 0
+    def waiting_counts(self, pool: PoolState) -> tuple[int, int]:
+        """How many actions wait for this pool that are elastic in it, and how many that are not."""
+        elastic = rigid = 0
+        for lane in self._queue.lanes(pool):
+            if lane.elastic == pool.kind:
+                elastic += lane.waiting
+            else:
+                rigid += lane.waiting
+        return elastic, rigid
+
+    def waiting_elastic(self, pool: PoolState, most: int) -> list[Entry]:
+        """Up to `most` of the waiting actions that are elastic in this pool: the top of each lane's heap."""
         found: list[Entry] = []
         for lane in self._queue.lanes(pool):
             if lane.elastic == pool.kind:
-                count += lane.waiting
                 found.extend(item[3] for item in lane.heap[:most] if item[3].lane is lane)
-        return count, found[:most]
+        return found[:most]
 
     def waiting_in_order(self, pool: PoolState, most: int) -> list[Entry]:
         """Up to `most` waiting actions whose elastic pool this is, or that need its devices, by arrival."""

@@ -35,6 +35,8 @@ SMALL_CORE_S = 0.5
 what is expected to remain: in overload the short calls then run as if alone, and long ones share the rest."""
 REVIEW_FIRST_S = 0.5
 """A running call is looked at again after this time, then at double ages: eight times in two minutes."""
+REVIEW_SHARE = 0.25
+"""A review that would change the reserve by less than this share leaves it."""
 REVIEWS_MAX = 16
 """Reviews per round; those left over wait for the next event."""
 TIMEOUT_SHARE = 0.5
@@ -45,7 +47,7 @@ FUTURE_EXPONENT = 0.5
 loads 0.3 to 0.9 for both mean and tail, because wide shares use units less efficiently and others do come."""
 WIDTH_HEADROOM = 8
 """An action is launched this many times wider than its first share, so that it can grow when others leave."""
-RESIZE_SHARE = 0.05
+RESIZE_SHARE = 0.08
 """A resize must change the limit by this share at least; smaller ones cost more than they bring."""
 RESIZES_MAX = 16
 """Resizes per round that make an action wider; each is a file write, and the next round does the rest."""
@@ -97,15 +99,16 @@ class Adaptive:
             yield self._review(snapshot, entry)
         targets: dict[str, float] = {}
         pools = list(snapshot.changed.values())
-        for pool in pools:
-            self._divide(snapshot, pool, targets)
-            if self.resize and targets:
-                yield from self._shrink(snapshot, pool, targets)
+        if self.resize:
+            for pool in pools:
+                self._divide(snapshot, pool, targets)
+                if targets:
+                    yield from self._shrink(snapshot, pool, targets)
         for candidate in snapshot.candidates():
             decision = self._begin(snapshot, candidate, targets)
             if decision is not None:
                 yield decision
-        if self.resize and targets:
+        if targets:
             for pool in pools:
                 yield from self._grow(snapshot, pool, targets)
 
@@ -131,6 +134,8 @@ class Adaptive:
         assert entry.started_at is not None and entry.grant is not None
         pool = snapshot.pool(CPU, entry.grant.node)
         reserve = min(self.reserve(entry, snapshot), entry.reserved + max(0, pool.free))
+        if abs(reserve - entry.reserved) < REVIEW_SHARE * entry.reserved:
+            reserve = entry.reserved
         return Adjust(entry, reserve, entry.limit, review_s=max(REVIEW_FIRST_S, snapshot.now - entry.started_at))
 
     # ---- elastic CPU ----
@@ -157,7 +162,7 @@ class Adaptive:
         with speed-up k ** p takes k ** (1 - p) times its work, so that fills the pool exactly.
         """
         exponent = snapshot.estimate(entry).exponent
-        waiting, _ = snapshot.waiting_elastic(pool, 0)
+        waiting, _ = snapshot.waiting_counts(pool)
         present = max(1, waiting + len(snapshot.running(pool)))
         even = pool.total / present * max(1.0, EVEN_FACTOR * exponent / (1.0 - exponent))
         load = max(LOAD_MIN, snapshot.offered(CPU) / max(pool.total, 1))
@@ -166,15 +171,19 @@ class Adaptive:
 
     def _divide(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> None:
         """heSRPT over the elastic actions that run and wait on this pool: milli-cores per action, into `targets`."""
-        running = list(snapshot.running(pool).values())
-        waiting_count, waiting = snapshot.waiting_elastic(pool, CROWD_MAX) if self.resize else (0, [])
-        if not running and not waiting:
+        elastic, rigid = snapshot.waiting_counts(pool)
+        if rigid or elastic * CORE >= pool.total:
+            # A crowd: everybody is at its minimum, and who is not yet, shrinks to it.
+            if pool.elastic_held > pool.elastic_min:
+                for entry in snapshot.running(pool).values():
+                    targets[entry.id] = float(entry.action.demand.pools[CPU].min)
             return
+        if not elastic and not pool.elastic_held:
+            return
+        running = list(snapshot.running(pool).values())
+        waiting = snapshot.waiting_elastic(pool, CROWD_MAX) if elastic else []
         minimum = [float(entry.action.demand.pools[CPU].min) for entry in running] + [0.0] * len(waiting)
-        held = sum(entry.reserved for entry in running)
-        units = max(sum(minimum), pool.free + held - snapshot.headroom(pool))
-        if snapshot.waiting(pool) > waiting_count:
-            units = sum(minimum)
+        units = max(float(pool.elastic_min), pool.free + pool.elastic_held - snapshot.headroom(pool))
         sizes, exponents, maximum = [], [], []
         for entry in running:
             estimate = snapshot.estimate(entry)
@@ -198,6 +207,8 @@ class Adaptive:
 
     def _grow(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
         left = RESIZES_MAX
+        if not pool.free:
+            return
         for entry in list(snapshot.running(pool).values()):
             target = min(int(targets.get(entry.id, 0)), entry.width, entry.reserved + pool.free)
             if target > entry.reserved * (1.0 + RESIZE_SHARE) and entry.stop is None and left:
