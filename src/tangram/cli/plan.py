@@ -46,7 +46,9 @@ tangram plan teachers --resource devices
 tangram plan --trace run.jsonl --like pods:1@64
 """
 
-BAR_WIDTH = 40
+BAR_WIDTH_MAX = 40
+COLUMNS_BESIDE = 58
+"""What the numbers of the table take."""
 
 
 def plan(
@@ -161,15 +163,16 @@ def _print(answer: Plan) -> None:
     column = "act_mean_s" if answer.target == "mean" else "act_p95_s"
     longest = max([getattr(point, column) for point in answer.points] + [answer.target_s])
     seeds = f"{len(answer.seeds)} seeds" if len(answer.seeds) > 1 else f"seed {answer.seeds[0]}"
+    width = max(8, min(BAR_WIDTH_MAX, console.width - COLUMNS_BESIDE))
     table = show.table(f"{answer.workload}: {answer.resource} for {answer.policy}, {seeds} (simulated)")
     for head in (answer.resource, "mean ACT", "p95", "p99", "step", "in use"):
-        table.add_column(head, justify="right", no_wrap=True)
+        table.add_column(head, justify="right")
     table.add_column("")
     table.add_column(f"{answer.target} ACT")
     for point in answer.points:
         mark = "[green]✓[/green]" if answer.reaches(point) else "[red]✗[/red]"
         style = "bold" if point.size == answer.smallest else ""
-        table.add_row(*_cells(point), mark, _bar(getattr(point, column), longest, answer.target_s), style=style)
+        table.add_row(*_cells(point), mark, _bar(getattr(point, column), longest, answer.target_s, width), style=style)
     table.add_section()
     reference = answer.reference
     table.add_row(*_cells(reference), "", f"{answer.like} today")
@@ -184,11 +187,11 @@ def _cells(point: Point) -> list[str]:
     return [str(point.size), *map(seconds, values), percent(point.use)]
 
 
-def _bar(value: float, longest: float, target: float) -> str:
+def _bar(value: float, longest: float, target: float, width: int) -> str:
     """A bar in eighths of a character, with the target marked."""
-    eighths = round(8 * BAR_WIDTH * value / longest)
+    eighths = round(8 * width * value / longest)
     bar = "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
-    place = min(BAR_WIDTH, round(BAR_WIDTH * target / longest))
+    place = min(width, round(width * target / longest))
     if place >= len(bar):
         return f"[cyan]{bar}[/cyan]{' ' * (place - len(bar))}[dim]│[/dim]"
     return f"[cyan]{bar[:place]}[/cyan][dim]│[/dim][cyan]{bar[place + 1 :]}[/cyan]"

@@ -34,7 +34,14 @@ def table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def as_json(value: Any) -> None:
@@ -55,14 +62,19 @@ def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=40),
-        TextColumn("{task.completed:.0f} of {task.total:.0f} " + unit if unit else "{task.percentage:.0f} %"),
+        TextColumn("{task.fields[done]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(what, total=None, done="")
+
+        def tell(done: float, total: int) -> None:
+            words = f"{int(done)} of {total} {unit}" if unit else f"{100.0 * done / total:.0f} %"
+            bar.update(task, completed=done, total=total, done=words)
+
+        yield tell
 
 
 def where_to_look(path: Path) -> str:

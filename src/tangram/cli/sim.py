@@ -190,13 +190,13 @@ def _seconds_table(comparison: Comparison) -> Any:
     seeds = several(len(setup.seeds), "seed") if len(setup.seeds) > 1 else f"seed {setup.seeds[0]}"
     on = f"{trajectories} on {setup.size.describe()}"
     table = show.table(f"{setup.source.name}: {on}, {seeds}, {comparison.load.describe()} (simulated)")
-    table.add_column("policy")
-    heads = ["mean ACT", "waiting", "p50", "p95", "p99", "time-weighted", "step"]
+    table.add_column("policy", no_wrap=True)
+    heads = ["mean ACT", "waiting", "p50", "p95", "p99", "step"]
     use = "core_use" if setup.size.cores else "device_use" if setup.size.devices else ""
     failed = any(comparison.mean(name, "failed") for name in setup.policies)
     for head in [*heads, *(["in use"] if use else []), *(["failed"] if failed else [])]:
-        table.add_column(head, justify="right", no_wrap=True)
-    metrics = ("act_mean_s", "waiting_mean_s", "act_p50_s", "act_p95_s", "act_p99_s", "act_weighted_s", "step_s")
+        table.add_column(head, justify="right")
+    metrics = ("act_mean_s", "waiting_mean_s", "act_p50_s", "act_p95_s", "act_p99_s", "step_s")
     for name in setup.policies:
         cells = [name, *(seconds(comparison.mean(name, metric)) for metric in metrics)]
         cells += [percent(comparison.mean(name, use))] if use else []
@@ -210,7 +210,7 @@ def _ratio_table(comparison: Comparison) -> Any:
     from tangram.sim.words import times
 
     table = show.table(f"times less than {comparison.base}")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     others = [name for name in comparison.setup.policies if name != comparison.base]
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060)
-"""Two-sided 95 % quantiles of Student's t for 1 to 8 degrees of freedom."""
+T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788)
+"""Two-sided 95 % quantiles of Student's t for 1 to 12 degrees of freedom."""
 Z95 = 1.959964
 """Of the normal distribution."""
 
@@ -26,7 +26,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def student_t95(degrees: int) -> float:
-    """Exact to four digits: the table, and beyond it the expansion in 1 / degrees around the normal quantile."""
+    """Exact to four digits: by the table, and beyond it by the expansion in 1 / degrees around the normal quantile."""
     if degrees <= len(T95):
         return T95[degrees - 1]
     z = Z95

@@ -1,0 +1,73 @@
+"""`tangram bench`, as its users call it. The benchmarks themselves are replaced by a short one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tangram.bench
+from tangram.bench import BENCHES, BenchResult, Goal
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """What the verb asked of the benchmarks."""
+    calls: list[dict] = []
+
+    def run(name: str, **options) -> BenchResult:
+        calls.append({"name": name} | options)
+        return BenchResult(
+            name=name,
+            label="simulated",
+            settings={"batch": 512},
+            metrics={"act_ratio_16": 6.5, "us_per_action": 75.0, "ceiling": 7.0},
+            spread={"act_ratio_16": (6.1, 6.9)},
+            goals={"act_ratio_16": Goal(">=", 6.0), "us_per_action": Goal("<=", 60.0), "ceiling": Goal("printed")},
+            notes=["at a load of 0.9"],
+        )
+
+    monkeypatch.setattr(tangram.bench, "run", run)
+    return calls
+
+
+def test_the_table_shows_goals_and_whether_they_are_met(cli, asked: list[dict]) -> None:
+    done = cli("bench", "coding", "--quick")
+    assert done.code == 0
+    assert asked[0]["name"] == "coding" and asked[0]["quick"] is True
+    by_metric = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
+    assert "[6.1, 6.9]" in by_metric["act_ratio_16"] and ">= 6 " in by_metric["act_ratio_16"]
+    assert "✓ met" in by_metric["act_ratio_16"]
+    assert "✗ missed" in by_metric["us_per_action"]
+    assert "printed" in by_metric["ceiling"]
+    assert "batch 512" in done.out and "at a load of 0.9" in done.out
+
+
+def test_json_is_one_object_per_benchmark(cli, asked: list[dict]) -> None:
+    done = cli("bench", "all", "--json")
+    found = [json.loads(line) for line in done.out.splitlines()]
+    assert [each["name"] for each in found] == list(BENCHES)
+    assert all({"name", "label", "settings", "metrics", "spread"} <= set(each) for each in found)
+
+
+def test_a_trace_folder_is_handed_on(cli, asked: list[dict], tmp_path: Path) -> None:
+    assert cli("bench", "coding", "--trace", tmp_path).code == 0
+    assert asked[0]["trace"] == tmp_path
+
+
+def test_without_a_name_the_benchmarks_are_listed(cli, asked: list[dict]) -> None:
+    done = cli("bench")
+    assert done.code == 0 and asked == []
+    assert all(name in done.out for name in BENCHES)
+    assert cli("bench", "--json").json == BENCHES
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [(["codng"], "nearest: 'coding'"), (["coding", "--trace", "/none"], "a folder that exists")],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(cli, words: list[str], complaint: str) -> None:
+    done = cli("bench", *words)
+    assert (done.code, done.out) == (2, "")
+    assert complaint in done.err and done.err.count("\n") == 1

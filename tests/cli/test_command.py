@@ -1,0 +1,165 @@
+"""The installed command, in processes of its own: exit codes, streams, terminals and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tangram.cli import reference
+from tangram.core.action import TRANSITIONS
+from tangram.errors import InvariantError
+from tangram.sim import survey
+
+COMMAND = str(Path(sys.executable).with_name("tangram"))
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def test_help_of_every_verb_has_examples(cli) -> None:
+    top = cli("--help")
+    assert top.code == 0
+    for verb in ("sim", "plan", "bench", "trace"):
+        assert verb in top.out
+    for words in (["sim"], ["plan"], ["bench"], ["trace", "story"], ["trace", "show"], ["trace", "replay"]):
+        done = cli(*words, "--help")
+        assert done.code == 0
+        assert "Example" in done.out and f"tangram {' '.join(words)}" in done.out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; sys.argv = ['tangram', '--help']\n"
+        "from tangram.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('HEAVY', [m for m in ('numpy', 'tangram.sim.engine') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert "HEAVY []" in done.stdout
+
+
+def test_version_is_printed(cli) -> None:
+    assert re.fullmatch(r"tangram \d+\.\d+\.\d+\n", cli("--version").out)
+
+
+def test_json_alone_reaches_stdout_and_nothing_stderr() -> None:
+    done = run("sim", "--batch", 3, "--seeds", 2, "--policies", "fcfs,adaptive", "--json", "--workers", 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["label"] == "simulated"
+
+
+def test_an_error_in_the_input_exits_with_2_and_one_line() -> None:
+    done = run("sim", "--cores", 0)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"tangram: cores: expected .*, got '0'\n", done.stderr)
+
+
+def test_a_bug_of_ours_is_called_one_and_brings_its_story(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> None:
+        raise InvariantError("pool cpu is oversold", ["1.0 s Submit", "2.0 s Start"])
+
+    monkeypatch.setattr(survey, "survey", broken)
+    done = cli("trace", "show", "x.jsonl")
+    assert done.code == 2
+    assert "this is a bug in Tangram" in done.err and "2.0 s Start" in done.err
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+
+def alive(group: int) -> list[str]:
+    """Processes of a process group that still run; zombies have ended."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(status.parent.name)
+    return found
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("words", [["sim"], ["plan"]])
+def test_ctrl_c_ends_all_processes_and_exits_with_130(words: list[str], tmp_path: Path) -> None:
+    more = ["--record", str(tmp_path / "run.jsonl")] if words == ["sim"] else []
+    process = subprocess.Popen(
+        [COMMAND, *words, "coding", "--batch", "3000", "--seeds", "4", "--workers", "2", *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        # The command, two workers, and the tracker that Python starts beside them.
+        wait_until(lambda: len(alive(process.pid)) >= 3)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (130, "", "")
+        wait_until(lambda: alive(process.pid) == [])
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# ---- terminals ------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_sees_a_progress_bar_and_then_the_table() -> None:
+    ours, theirs = pty.openpty()
+    words = ["sim", "--batch", "40", "--seeds", "2", "--policies", "fcfs,adaptive", "--workers", "1"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen([COMMAND, *words], stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
+    os.close(theirs)
+    seen = bytearray()
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    assert "simulating coding" in text and "of 4 simulations" in text
+    assert "times less than fcfs" in text
+
+
+# ---- the generated pages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(reference.pages()))
+def test_the_generated_pages_are_up_to_date(name: str) -> None:
+    assert (reference.ROOT / name).read_text() == reference.pages()[name], "run `make docs`"
+
+
+def test_every_option_and_every_transition_is_in_its_page() -> None:
+    page = reference.cli_page()
+    for words in ("## tangram sim", "## tangram trace story", "`--memory-per-core GIB`", r"`--target mean\|p95`"):
+        assert words in page
+    assert page.count("$ tangram ") >= 12
+    states = reference.states_page()
+    for before, afters in TRANSITIONS.items():
+        for after in afters:
+            assert f"{before.value} --> {after.value}" in states

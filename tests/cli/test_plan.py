@@ -1,0 +1,77 @@
+"""`tangram plan`, as its users call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--batch", 8, "--seeds", 1, "--workers", 1)
+
+
+def test_the_curve_and_the_answer_are_printed(cli, tmp_path: Path) -> None:
+    report = tmp_path / "plan.html"
+    done = cli("plan", *SMALL, "--report", report)
+    assert (done.code, done.err) == (0, "")
+    assert "coding: cores for adaptive" in done.out and "simulated" in done.out
+    assert "█" in done.out and "✓" in done.out and "pods:0.5 today" in done.out
+    assert "adaptive reaches a mean ACT of" in done.out
+    assert report.read_text().startswith("<!doctype html>")
+
+
+def test_json_holds_the_answer_and_every_point(cli) -> None:
+    found = cli("plan", *SMALL, "--target", "p95", "--json").json
+    assert (found["target"], found["resource"], found["like"]) == ("p95", "cores", "pods:0.5")
+    assert found["reference"]["size"] == 4
+    assert found["smallest"] in [point["size"] for point in found["points"]]
+    assert found["saved"] == pytest.approx(1.0 - found["smallest"] / 4)
+
+
+def test_the_command_in_the_json_reproduces_it(cli) -> None:
+    import shlex
+
+    first = cli("plan", *SMALL, "--json")
+    words = shlex.split(first.json["command"])
+    assert cli(*words[1:], "--workers", 1, "--json").out == first.out
+
+
+def test_devices_are_sized_where_the_work_uses_them(cli) -> None:
+    found = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--json").json
+    assert (found["resource"], found["reference"]["size"]) == ("devices", 40)
+
+
+def test_a_recorded_trace_is_sized(cli, recording: Path) -> None:
+    found = cli("plan", "--trace", recording, "--like", "pods:1@6", "--workers", 1, "--json").json
+    assert (found["like"], found["reference"]["size"], found["seeds"]) == ("pods:1", 6, [0])
+
+
+def test_a_target_out_of_reach_is_an_answer_too(cli) -> None:
+    done = cli("plan", "--batch", 3, "--seeds", 1, "--workers", 1, "--act", "0.000001")
+    assert done.code == 0
+    assert "adaptive does not reach a mean ACT of" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--target", "p50"], "target: expected one of mean, p95"),
+        (["--act", "-1"], "act: expected"),
+        (["--act", "0"], "act: expected a number above 0"),
+        (["--like", "pods:0.5@"], "like: expected NAME@SIZE"),
+        (["--like", "pods:0.5@-3"], "like: expected NAME@SIZE"),
+        (["--like", "paper"], "like: expected a size after the name, such as paper@64"),
+        (["--like", "pots:1@3"], "nearest: 'pods:R'"),
+        (["--policy", "adaptve"], "nearest: 'adaptive'"),
+        (["--resource", "memory"], "resource: expected one of cores, devices"),
+        (["--resource", "devices"], "resource: expected cores: coding uses no devices"),
+        (["search", "--resource", "cores"], "resource: expected devices: search uses no cores"),
+        (["elastic"], "like: expected POLICY@CORES such as paper@32"),
+        (["--trace", "none.csv"], "trace: expected a file that can be read"),
+        (["--workers", "0"], "workers: expected"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(cli, words: list[str], complaint: str) -> None:
+    done = cli("plan", "--batch", 4, "--workers", 1, *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("tangram: ") and done.err.count("\n") == 1
+    assert complaint in done.err

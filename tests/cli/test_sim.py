@@ -1,0 +1,152 @@
+"""`tangram sim`, as its users call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--batch", 6, "--seeds", 2, "--workers", 1)
+
+
+def test_the_table_names_every_policy_and_the_ratios(cli) -> None:
+    done = cli("sim", "coding", *SMALL, "--cores", 2)
+    assert (done.code, done.err) == (0, "")
+    for words in ("coding: 6 trajectories on 2 cores, 2 seeds, load", "pods:0.5", "fcfs", "paper", "adaptive"):
+        assert words in done.out
+    for words in ("times less than pods:0.5", "time-weighted ACT", "p99", "simulated", "95 % interval"):
+        assert words in done.out
+
+
+@pytest.mark.parametrize("workload", ["search", "teachers", "mixed", "elastic"])
+def test_every_workload_simply_works(cli, workload: str) -> None:
+    done = cli("sim", workload, *SMALL, "--json")
+    assert done.code == 0
+    (comparison,) = done.json["comparisons"]
+    assert list(comparison["policies"])[-1] == "adaptive"
+    assert comparison["load"]["cpu"] + comparison["load"]["gpu"] > 0.0
+
+
+def test_json_holds_rows_ratios_load_and_the_command(cli) -> None:
+    done = cli("sim", *SMALL, "--policies", "fcfs,adaptive", "--cores", "2,4", "--json")
+    assert done.json["label"] == "simulated"
+    first, second = done.json["comparisons"]
+    assert (first["size"]["cores"], second["size"]["cores"]) == (2, 4)
+    assert first["load"]["cpu"] == pytest.approx(2 * second["load"]["cpu"])
+    ratio = first["policies"]["adaptive"]["ratio"]["act_mean_s"]
+    assert ratio["low"] <= ratio["mean"] <= ratio["high"]
+    assert list(first["policies"]["fcfs"]["by_seed"]) == ["0", "1"]
+
+
+def test_the_command_in_the_json_reproduces_it(cli) -> None:
+    import shlex
+
+    first = cli("sim", *SMALL, "--policies", "fcfs,adaptive", "--nodes", 2, "--ageing", 30, "--json")
+    words = shlex.split(first.json["command"])
+    assert words[0] == "tangram"
+    assert cli(*words[1:], "--workers", 1, "--json").out == first.out
+
+
+def test_seeds_are_a_number_or_a_list(cli) -> None:
+    def seeds(text: str) -> list[str]:
+        done = cli("sim", "--batch", 3, "--policies", "fcfs", "--seeds", text, "--workers", 1, "--json")
+        return list(done.json["comparisons"][0]["policies"]["fcfs"]["by_seed"])
+
+    assert (seeds("2"), seeds("4,1"), seeds("7,")) == (["0", "1"], ["4", "1"], ["7"])
+
+
+def test_options_reach_the_workload(cli) -> None:
+    few = cli("sim", "elastic", *SMALL, "--option", "load=0.1", "--policies", "fcfs", "--json").json
+    many = cli("sim", "elastic", *SMALL, "--option", "load=0.9", "--policies", "fcfs", "--json").json
+    assert few["comparisons"][0]["load"]["span_s"] > many["comparisons"][0]["load"]["span_s"]
+    done = cli("sim", "teachers", *SMALL, "--option", "degrees=2,4", "--option", "multi_turn=true", "--json")
+    assert done.code == 0 and "degrees=2,4" in done.json["command"]
+
+
+def test_a_report_and_a_recording_are_written_and_announced(cli, tmp_path: Path) -> None:
+    report, record = tmp_path / "made" / "report.html", tmp_path / "run.jsonl"
+    done = cli("sim", *SMALL, "--policies", "fcfs,adaptive", "--report", report, "--record", record)
+    assert done.code == 0
+    assert f"report: {report}" in done.out and "xdg-open" in done.out
+    assert "recorded adaptive under seed 0" in done.out
+    assert report.read_text().startswith("<!doctype html>")
+    assert '"policy":"adaptive"' in record.read_text().splitlines()[0]
+
+
+def test_a_recording_is_played_again_on_the_pools_that_it_was_recorded_with(cli, recording: Path) -> None:
+    done = cli("sim", "--trace", recording, "--policies", "fcfs,adaptive", "--workers", 1, "--json")
+    (comparison,) = done.json["comparisons"]
+    assert comparison["size"]["cores"] == 4
+    assert comparison["seeds"] == [0]
+    assert comparison["policies"]["adaptive"]["mean"]["trajectories"] == 4.0
+
+
+def test_a_csv_trace_is_played(cli, tmp_path: Path) -> None:
+    path = tmp_path / "calls.csv"
+    header = "trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max"
+    path.write_text(
+        f"{header}\nt1,1,Bash,ls,1,0.5,0.1,1,100\nt1,2,Bash,test,2,8,6,1,200\nt2,1,Read,,0.5,0.1,0,1,90\n".replace(
+            ",,", ",x,"
+        )
+    )
+    done = cli("sim", "--trace", path, "--workers", 1, "--json")
+    assert done.code == 0
+    assert done.json["comparisons"][0]["policies"]["pods:0.5"]["mean"]["actions"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            ["codng"],
+            "workload: expected one of coding, search, teachers, mixed, elastic (nearest: 'coding'), got 'codng'",
+        ),
+        (["--policies", "adaptiv"], "nearest: 'adaptive'"),
+        (["--policies", "fcfs,pod:1"], "nearest: 'pods:R'"),
+        (["--policies", ","], "policies: expected names"),
+        (["--batch", "-3"], "batch: expected a whole number, at least 1, got -3"),
+        (["--cores", "-4"], "cores: expected whole numbers, at least 1"),
+        (["--cores", "many"], "cores: expected whole numbers, at least 1"),
+        (["--nodes", "0"], "nodes: expected 1 to"),
+        (["--memory-per-core", "-1"], "memory-per-core: expected GiB, at least 0"),
+        (["--devices", "8"], "devices: expected no such option, as coding uses no devices"),
+        (["search", "--devices", "4"], "devices: expected at least 8 on one node"),
+        (["teachers", "--devices", "-8"], "devices: expected a whole number, at least 0, got -8"),
+        (["--seeds", "0"], "seeds: expected whole numbers, at least 1"),
+        (["--seeds", "-1,2"], "seeds: expected whole numbers, at least 0"),
+        (["--knowledge", "some"], "knowledge: expected one of learned, hints, perfect"),
+        (["--faults", "-1"], "faults: expected a whole number, at least 0, got -1"),
+        (["--ageing", "-5"], "ageing: expected"),
+        (["--base", "paper", "--policies", "fcfs"], "base: expected one of fcfs"),
+        (["--option", "grup=8"], "nearest: 'group'"),
+        (["--option", "group"], "option: expected KEY=VALUE, got 'group'"),
+        (["--option", "group=8", "--option", "group=4"], "option: expected each key once"),
+        (["--workers", "0"], "workers: expected a whole number, at least 1, got 0"),
+        (
+            ["--trace", "none.csv"],
+            "trace: expected a file that can be read (No such file or directory), got 'none.csv'",
+        ),
+        (["--trace", "empty.csv"], "empty.csv:1: expected a header"),
+        (["--trace", "empty.jsonl"], "empty.jsonl: expected at least one action that ran to its end"),
+        (["coding", "--trace", "empty.csv"], "workload: expected either a workload or --trace"),
+        (["--report", "."], "report: expected a file that can be written"),
+        (["--record", "empty.csv/run.jsonl"], "record: expected a file that can be written"),
+        (["--record", "run.jsonl", "--knowledge", "perfect"], "knowledge: expected learned or hints with --record"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    cli, words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.csv").touch()
+    Path("empty.jsonl").write_text('{"policy":"fcfs","ageing_s":600.0}\n')
+    done = cli("sim", "--workers", 1, *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("tangram: ") and done.err.count("\n") == 1
+    assert complaint in done.err
+
+
+def test_faults_leave_the_pods_out(cli) -> None:
+    done = cli("sim", *SMALL, "--faults", 2, "--nodes", 2, "--json")
+    assert done.code == 0
+    assert list(done.json["comparisons"][0]["policies"]) == ["fcfs", "fixed:4", "paper", "adaptive"]

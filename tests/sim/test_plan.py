@@ -1,0 +1,108 @@
+"""Plans: the smallest size that reaches a target, found by simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram.errors import InvalidConfig
+from tangram.sim.compare import Setup, Source, compare
+from tangram.sim.plan import Plan, Question, plan, reserved_today
+from tangram.sim.size import Size, default_size
+
+
+def question(workload: str = "coding", batch: int = 16, **changes) -> Question:
+    source = Source(workload=workload, batch=batch)
+    given = {"source": source, "size": default_size(source.build(0)), "seeds": (0, 1)}
+    return Question(**(given | changes))
+
+
+@pytest.fixture(scope="module")
+def answer() -> Plan:
+    return plan(question(), workers=1)
+
+
+def test_todays_reservation_is_half_a_core_for_every_trajectory(answer: Plan) -> None:
+    assert (answer.like, answer.reference.size) == ("pods:0.5", 8)
+    assert answer.target_s == answer.reference.act_mean_s
+
+
+def test_the_smallest_size_reaches_the_target_and_the_next_smaller_one_misses(answer: Plan) -> None:
+    sizes = [point.size for point in answer.points]
+    assert sizes == sorted(sizes)
+    smallest = next(point for point in answer.points if point.size == answer.smallest)
+    below = next((point for point in reversed(answer.points) if point.size < answer.smallest), None)
+    assert answer.reaches(smallest)
+    assert below is not None and not answer.reaches(below)
+    assert answer.smallest - below.size == 1
+
+
+def test_fewer_cores_are_needed_than_are_reserved(answer: Plan) -> None:
+    assert 0.0 < answer.saved < 1.0
+    assert answer.saved == 1.0 - answer.smallest / 8
+    assert f"with {answer.smallest} cores" in answer.sentence()
+
+
+def test_the_points_are_what_a_comparison_finds(answer: Plan) -> None:
+    point = answer.points[0]
+    source = Source(workload="coding", batch=16)
+    setup = Setup(source=source, size=Size(cores=point.size), policies=("adaptive",), seeds=(0, 1))
+    assert compare([setup], workers=1)[0].mean("adaptive", "act_mean_s") == pytest.approx(point.act_mean_s)
+
+
+def test_the_same_plan_with_one_process_and_with_several(answer: Plan) -> None:
+    assert plan(question(), workers=2) == answer
+
+
+def test_a_target_in_seconds_takes_the_place_of_todays() -> None:
+    generous = plan(question(act_s=100.0, seeds=(0,)), workers=1)
+    assert generous.target_s == 100.0
+    assert generous.smallest < 8
+
+
+def test_a_target_that_no_size_reaches_has_no_answer() -> None:
+    found = plan(question(act_s=1e-6, seeds=(0,), batch=6), workers=1)
+    assert found.smallest is None and found.saved is None
+    assert found.points[-1].size == 16 * found.reference.size
+    assert "does not reach" in found.sentence()
+
+
+def test_devices_are_sized_against_fixed_devices_for_each_service() -> None:
+    found = plan(question("teachers", 120, resource="devices", target="p95", seeds=(0,)), workers=1)
+    assert found.reference.size == 40
+    assert found.smallest < 40
+    assert 0.0 < found.points[0].use <= 1.0
+
+
+def test_a_plan_against_a_policy_on_a_given_size() -> None:
+    found = plan(question("elastic", 120, like="paper", like_size=32, seeds=(0,)), workers=1)
+    assert found.like == "paper" and found.smallest is not None
+
+
+@pytest.mark.parametrize(
+    ("workload", "resource", "like", "words"),
+    [
+        ("search", "cores", "pods:0.5", "devices: search uses no cores"),
+        ("coding", "devices", "pods:0.5", "cores: coding uses no devices"),
+        ("elastic", "cores", "pods:0.5", "no sandboxes for pods"),
+        ("coding", "cores", "paper", "a size after the name, such as paper@64"),
+    ],
+)
+def test_a_question_without_a_reservation_to_compare_with_is_refused(
+    workload: str, resource: str, like: str, words: str
+) -> None:
+    work = Source(workload=workload, batch=6).build(0)
+    with pytest.raises(InvalidConfig, match=words):
+        reserved_today(work, resource, like)
+
+
+@pytest.mark.parametrize("wrong", [{"target": "p50"}, {"resource": "memory"}, {"act_s": 0.0}, {"like_size": -1}])
+def test_a_question_that_cannot_be_meant_is_refused(wrong: dict) -> None:
+    with pytest.raises(InvalidConfig):
+        question(batch=4, **wrong)
+
+
+def test_progress_never_goes_back_and_ends_at_its_total() -> None:
+    told: list[tuple[float, int]] = []
+    plan(question(batch=6, seeds=(0,)), workers=1, progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert all(done <= total for done, total in told)
