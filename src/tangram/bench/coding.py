@@ -83,8 +83,8 @@ def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress
 def _compare(found: Findings, sizes: Sizes, path: Path | None, processes: int | None, progress: Progress) -> None:
     """All sides on the same work, every side of a seed a job of its own."""
     suffix, all_cores = ("", sizes.cores) if path is None else ("_trace", sizes.trace_cores)
-    sides: list[Side] = [(name, cores) for cores in all_cores for name in (PODS, PODS_LARGE, OURS)]
-    sides += [(ALONE, max(all_cores)), (OURS_TOLD, sizes.learning_cores)]
+    sides: list[Side] = [(ALONE, max(all_cores)), (OURS_TOLD, sizes.learning_cores)]
+    sides += [(name, cores) for name in (OURS, PODS, PODS_LARGE) for cores in all_cores]  # the longest first
     jobs = [(sizes, path, side, seed) for side in sides for seed in range(sizes.seeds)]
     played = play(play_side, jobs, processes, progress)
     rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}

@@ -88,6 +88,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Per event, in the best repeat."""
     resizes: float
     """Per action."""
+    running: float
+    """Actions that run side by side."""
     bytes: float
 
 
@@ -111,6 +113,7 @@ def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress
         for event, us in cost.by_event.items():
             found.add(f"us_per_{event}_{depth}", us)
         found.add(f"resizes_per_action_{depth}", cost.resizes)
+        found.add(f"running_{depth}", cost.running)
     found.notes.extend(_notes(sizes, growth, growth_aged))
     return found.result("scheduler-cost", "measured", sizes)
 
@@ -119,7 +122,7 @@ def _notes(sizes: Sizes, growth: float, growth_aged: float) -> list[str]:
     notes = [
         "The node is saturated: as many actions wait as stated, at every moment.",
         f"growth_1e6 is the larger of {growth:.2f} (nothing has aged) and {growth_aged:.2f} (everything has).",
-        "us_per_action is the time in handle for Submit, Started, Finished and, where actions were resized, Resized:"
+        "us_per_action is the time in handle for Submit, Started, Finished, and of Resized and Tick where they occur:"
         " the best of the repeats, us_per_action_worst the worst, both with garbage collection on.",
         "bytes_per_waiting is the growth of resident memory while the queue was filled, the actions included.",
     ]
@@ -149,6 +152,7 @@ def cost_at(sizes: Sizes, depth: int) -> Cost:
         aged=min(_aged(bed, sizes) for _ in range(sizes.repeats)),
         by_event=best.us_by_event,
         resizes=best.resizes,
+        running=best.running,
         bytes=grown / added if added else 0.0,
     )
 
@@ -185,31 +189,34 @@ class Timing(msgspec.Struct, frozen=True):
     us_per_action: float
     us_by_event: dict[str, float]
     resizes: float
+    running: int
 
 
 class _Running:
-    """A started action and how far it is."""
+    """A started action and how far it is. Times are those of the bed's `progress` clock."""
 
-    __slots__ = ("left_s", "since", "speed", "started_at", "step", "version", "width")
+    __slots__ = ("cores", "left_s", "since", "speed", "started_at", "started_now", "step", "version", "width")
 
-    def __init__(self, step: Step, width: float, limit: float, now: float) -> None:
+    def __init__(self, step: Step, width: float, limit: float, progress_s: float, now: float) -> None:
         self.step = step
-        self.width = width
+        self.width = width if step.demand.elastic else 1.0
         self.left_s = step.work_s
-        self.speed = self._speed(limit)
-        self.started_at = self.since = now
+        self.started_at = self.since = progress_s
+        self.started_now = now
         self.version = 0
         """Counts resizes: an end that was expected before the last one is void."""
+        self._set(limit)
 
-    def resize(self, limit: float, now: float) -> None:
-        self.left_s = max(0.0, self.left_s - (now - self.since) * self.speed)
-        self.since = now
-        self.speed = self._speed(limit)
+    def _set(self, limit: float) -> None:
+        units = min(self.width, limit) if self.step.demand.elastic else 1.0
+        self.speed = self.step.speedup.at(units)
+        self.cores = self.step.busy * units
+
+    def resize(self, limit: float, progress_s: float) -> None:
+        self.left_s = max(0.0, self.left_s - (progress_s - self.since) * self.speed)
+        self.since = progress_s
         self.version += 1
-
-    def _speed(self, limit: float) -> float:
-        """The node is never so full that a tool call gets less than it can use."""
-        return self.step.speedup.at(min(self.width, limit)) if self.step.demand.elastic else 1.0
+        self._set(limit)
 
     @property
     def ends_at(self) -> float:
@@ -217,7 +224,11 @@ class _Running:
 
 
 class Bed:
-    """A scheduler, its clock, and managers that do what they are told."""
+    """A scheduler, its clock, and managers that do what they are told.
+
+    When the running actions can use more cores than there are, all of them slow down alike: the clock `_progress_s`,
+    which tells how far a running action is, then runs slower than `now`.
+    """
 
     def __init__(self, sizes: Sizes, seed: int = 0) -> None:
         pools = cpu_node(NODE, sizes.cores, GIB_PER_CORE * sizes.cores)
@@ -225,13 +236,17 @@ class Bed:
         self.now = 0.0
         self.ended = 0
         self.waiting = 0
+        self._depth = 0
         self._random = random.Random(seed)
         self._sizes = sizes
         self._number = 0
         self._tools, self._rewards = _templates(seed)
         self._running: dict[str, _Running] = {}
-        self._due: list[tuple[float, int, str]] = []
-        """When, the version of, and which running action ends; a time without an action is a Tick."""
+        self._cores_wanted = 0.0
+        self._progress_s = 0.0
+        self._ends: list[tuple[float, int, str]] = []
+        """On the progress clock: when, and in which version, an action ends."""
+        self._wakes: list[float] = []
         self._pending: deque[Event] = deque()
         self._spent_ns: dict[str, int] = {}
         self._events: dict[str, int] = {}
@@ -240,7 +255,8 @@ class Bed:
             self._send(Reserve(sandbox=f"box-{number}", memory=SANDBOX_MIB, run=run, node=NODE))
 
     def fill(self, depth: int) -> None:
-        """Submit until that many wait."""
+        """Submit until that many wait, and keep it so."""
+        self._depth = depth
         while self.waiting < depth:
             self._submit()
 
@@ -256,18 +272,26 @@ class Bed:
             us_per_action=sum(self._spent_ns.values()) / actions / 1e3,
             us_by_event={name: ns / self._events[name] / 1e3 for name, ns in self._spent_ns.items()},
             resizes=self._events.get("resized", 0) / actions,
+            running=len(self._running),
         )
 
     def turn_over(self, actions: int) -> None:
-        """Until that many have ended; each makes room for a new one."""
+        """Until that many have ended; new ones take their turn."""
         target = self.ended + actions
         while self.ended < target:
-            at, version, action = heapq.heappop(self._due)
-            self.now = max(self.now, at)
-            if not action:
+            progress_s, version, action = self._ends[0]
+            pace = min(1.0, self._sizes.cores / max(self._cores_wanted, 1e-9))
+            ends_at = self.now + (progress_s - self._progress_s) / pace
+            if self._wakes and self._wakes[0] <= ends_at:
+                wakes_at = max(self.now, heapq.heappop(self._wakes))
+                self._progress_s += (wakes_at - self.now) * pace
+                self.now = wakes_at
                 self._send(Tick())
-            elif action in self._running and self._running[action].version == version:
-                self._finish(action, at)
+                continue
+            heapq.heappop(self._ends)
+            if action in self._running and self._running[action].version == version:
+                self.now, self._progress_s = ends_at, progress_s
+                self._finish(action)
 
     def _submit(self) -> None:
         """The id carries which template it came from, so that nothing is kept here for a waiting action."""
@@ -281,14 +305,15 @@ class Bed:
         self.waiting += 1
         self._send(Submit(action=msgspec.json.decode(wire, type=Action)))
 
-    def _finish(self, action: str, at: float) -> None:
-        """It ended at `at`; what passed since was not its own."""
+    def _finish(self, action: str) -> None:
         running = self._running.pop(action)
-        seconds = at - running.started_at
-        cpu_s = running.step.busy * seconds * (running.width if running.step.demand.elastic else 1.0)
+        self._cores_wanted -= running.cores
+        own_s = self._progress_s - running.started_at
+        slowed_s = max(0.0, self.now - running.started_now - own_s)
+        usage = Usage(cpu_s=running.step.busy * running.width * own_s, throttled_s=slowed_s, starved_s=slowed_s)
         self.ended += 1
-        self._send(Finished(action=action, usage=Usage(cpu_s=cpu_s, overhead_s=self.now - at)))
-        self._submit()
+        self._send(Finished(action=action, usage=usage))
+        self.fill(self._depth)
 
     def _send(self, event: Event) -> None:
         """One event, and all that follow from its effects."""
@@ -309,11 +334,13 @@ class Bed:
             self._start(effect)
         elif isinstance(effect, Resize):
             running = self._running[effect.action]
-            running.resize(effect.limit / CORE, self.now)
-            heapq.heappush(self._due, (running.ends_at, running.version, effect.action))
+            self._cores_wanted -= running.cores
+            running.resize(effect.limit / CORE, self._progress_s)
+            self._cores_wanted += running.cores
+            heapq.heappush(self._ends, (running.ends_at, running.version, effect.action))
             self._pending.append(Resized(action=effect.action, limit=effect.limit))
         elif isinstance(effect, WakeAt):
-            heapq.heappush(self._due, (effect.at, 0, ""))
+            heapq.heappush(self._wakes, effect.at)
         else:
             assert isinstance(effect, Settle), effect
 
@@ -322,8 +349,10 @@ class Bed:
         kind, pick, _ = action.split(".")
         step = (self._rewards if kind == "reward" else self._tools)[int(pick)][1]
         limit = next(share.limit for share in grant.shares if share.pool.startswith(CPU))
-        running = self._running[action] = _Running(step, grant.width / CORE, limit / CORE, self.now)
-        heapq.heappush(self._due, (running.ends_at, 0, action))
+        running = _Running(step, grant.width / CORE, limit / CORE, self._progress_s, self.now)
+        self._running[action] = running
+        self._cores_wanted += running.cores
+        heapq.heappush(self._ends, (running.ends_at, 0, action))
         self.waiting -= 1
         self._pending.append(Started(action=action))
 

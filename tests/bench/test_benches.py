@@ -1,0 +1,200 @@
+"""Every benchmark, with sizes so small that its numbers mean nothing: it must promise and deliver the same."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tangram.bench import BENCHES, BenchResult, Goal, coding, elastic, scheduler_cost, sizing
+from tangram.bench.base import PRINTED, at_least, at_most
+from tangram.core.messages import cpu_node
+from tangram.sim.simulate import simulate
+from tangram.sim.workload import build
+
+CODING = coding.Sizes(batch=36, cores=(16, 64), trace_cores=(16,), learning_cores=16, seeds=2)
+ELASTIC = elastic.Sizes(
+    loads=(0.7, 0.9),
+    actions=60,
+    seeds=2,
+    ablation_nodes=1,
+    ablations=(
+        elastic.Ablation("paper_vs_fixed4", "fixed:4", 4, 32, Goal("about", 2.0)),
+        elastic.Ablation("paper_vs_fixed16", "fixed:16", 8, 32, Goal("about", 3.0)),
+    ),
+)
+SIZING = sizing.Sizes(batch=16, cores_step=1, teachers_batch=48, seeds=2)
+COST = scheduler_cost.Sizes(
+    cores=8,
+    sandboxes=16,
+    depth=40,
+    depth_large=400,
+    warm_up=100,
+    window=100,
+    repeats=2,
+    sim_batch=4,
+    sim_cores=4,
+    sim_repeats=1,
+)
+
+GOALS = {
+    "coding": {
+        "act_ratio_16": at_least(6.0),
+        "act_ratio_64": at_least(4.0),
+        "ceiling_ratio_16": PRINTED,
+        "ceiling_ratio_64": PRINTED,
+        "step_ratio_16": at_least(2.2),
+        "step_ratio_64": at_least(1.4),
+        "learned_share": at_least(0.8),
+    },
+    "elastic": {
+        "act_vs_paper_min": at_least(1.2),
+        "act_vs_paper_mean": at_least(1.4),
+        "act_vs_paper_mean_no_resize": at_least(1.1),
+        "p99_vs_paper_min": at_least(1.0),
+        "paper_vs_fixed4": Goal("about", 2.0),
+        "paper_vs_fixed16": Goal("about", 3.0),
+        "bound_ratio_07": at_most(2.8),
+    },
+    "sizing": {"cores_saved": at_least(0.75), "devices_saved": at_least(0.712)},
+    "scheduler-cost": {
+        "us_per_action_1e3": at_most(60.0),
+        "growth_1e6": at_most(3.0),
+        "bytes_per_waiting": at_most(2048.0),
+        "sim_actions_per_s": at_least(10_000.0),
+    },
+}
+
+
+def _silent(share: float) -> None:
+    pass
+
+
+@cache
+def small(name: str) -> BenchResult:
+    """One run of each serves all tests that only read it."""
+    measure, sizes = {
+        "coding": (coding.measure, CODING),
+        "elastic": (elastic.measure, ELASTIC),
+        "sizing": (sizing.measure, SIZING),
+        "scheduler-cost": (scheduler_cost.measure, COST),
+    }[name]
+    result: BenchResult = measure(sizes, trace=None, processes=1, progress=_silent)  # type: ignore[operator]
+    return result
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_promised_metric_is_there_with_its_goal(name: str) -> None:
+    result = small(name)
+    for metric, goal in GOALS[name].items():
+        assert result.goals[metric] == goal
+        assert metric in result.metrics
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_number_is_finite_and_within_its_interval(name: str) -> None:
+    result = small(name)
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    for metric, (low, high) in result.spread.items():
+        assert low <= result.metrics[metric] <= high
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_result_says_what_it_is_and_what_it_depends_on(name: str) -> None:
+    result = small(name)
+    assert result.name == name
+    assert result.label == ("measured" if name == "scheduler-cost" else "simulated")
+    assert result.settings and result.notes
+
+
+@pytest.mark.parametrize("module", [coding, elastic, sizing])
+def test_ten_seeds_and_three_with_quick(module: object) -> None:
+    assert module.FULL.seeds >= 10 and module.QUICK.seeds == 3  # type: ignore[attr-defined]
+
+
+def test_all_core_counts_of_the_goals_are_played() -> None:
+    assert tuple(coding.ACT_GOALS) == coding.FULL.cores == coding.QUICK.cores
+    assert set(coding.STEP_GOALS) < set(coding.FULL.cores)
+
+
+def test_the_same_seeds_give_the_same_result_in_any_number_of_processes() -> None:
+    assert elastic.measure(ELASTIC, trace=None, processes=2, progress=_silent) == small("elastic")
+
+
+# ---- coding ---------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_played_beside_the_generated_work(tmp_path: Path) -> None:
+    lines = ["trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max"]
+    lines += [f"t{t},{seq},Bash,test,1.0,{2 + t},{1 + t},2,200" for t in range(3) for seq in range(4)]
+    (tmp_path / coding.TRACE_FILE).write_text("\n".join(lines))
+    result = coding.measure(CODING, trace=tmp_path, processes=1, progress=_silent)
+    assert result.metrics.keys() > small("coding").metrics.keys()
+    assert result.metrics["act_ratio_16_trace"] > 0.0 and "learned_share_trace" in result.metrics
+    assert {name: result.metrics[name] for name in small("coding").metrics} == small("coding").metrics
+
+
+def test_nothing_is_faster_than_alone() -> None:
+    metrics = small("coding").metrics
+    for cores in CODING.cores:
+        assert metrics[f"act_ratio_{cores}"] <= metrics[f"ceiling_ratio_{cores}"] * 1.001
+
+
+# ---- elastic --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [0.45, 0.75])
+@pytest.mark.parametrize("name", ["fcfs", "paper", "adaptive"])
+def test_no_policy_beats_the_bounds(name: str, exponent: float) -> None:
+    workload = build("elastic", batch=100, seed=3, exponent=exponent, load=0.7, units=8)
+    result = simulate(workload, name, cpu_node("n0", 8), knowledge="perfect")
+    mean_s = result.acts().mean()
+    assert mean_s >= elastic.lower_bound(workload, 8)
+    assert mean_s >= elastic.capacity_bound(workload, 8, exponent, result.makespan_s)
+
+
+def test_an_action_alone_on_all_units_meets_both_bounds() -> None:
+    workload = build("elastic", batch=1, seed=0, exponent=0.5, units=16)
+    seconds = workload.episodes[0].turns[0].steps[0].work_s / 4.0
+    assert elastic.lower_bound(workload, 16) == pytest.approx(seconds)
+    assert elastic.capacity_bound(workload, 16, 0.5, 1e9) == pytest.approx(seconds)
+
+
+# ---- sizing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guess", [2, 7, 11, 40])
+@pytest.mark.parametrize("needed", [2, 3, 11, 39, 40])
+def test_the_search_finds_the_smallest_size_whatever_the_guess(needed: int, guess: int) -> None:
+    assert sizing.smallest(lambda size: size >= needed, list(range(2, 41)), guess) == needed
+
+
+def test_nothing_is_saved_if_no_size_is_enough() -> None:
+    assert sizing.smallest(lambda size: False, [8, 16, 24], 8) == 24
+
+
+def test_devices_come_in_nodes_of_which_the_last_may_be_smaller() -> None:
+    assert [pool.total for pool in sizing.device_nodes(19, 8)] == [8, 8, 3]
+    assert [pool.total for pool in sizing.device_nodes(8, 8)] == [8]
+
+
+# ---- scheduler-cost -------------------------------------------------------------------------------------------
+
+
+def test_the_queue_keeps_its_depth_while_it_turns_over() -> None:
+    bed = scheduler_cost.Bed(COST)
+    bed.warm_up(40)
+    bed.turn_over(200)
+    assert bed.waiting == bed.scheduler.statistics().waiting == 40
+    bed.scheduler.check()
+
+
+def test_the_same_work_is_repeated() -> None:
+    def turned_over() -> tuple[float, dict[str, int]]:
+        bed = scheduler_cost.Bed(COST)
+        bed.warm_up(40)
+        return bed.now, bed.scheduler.statistics().settled
+
+    assert turned_over() == turned_over()
