@@ -83,6 +83,10 @@ class Snapshot:
                 most -= 1
                 yield entry
 
+    def ages_in_s(self, entry: Entry) -> float:
+        """Seconds until it will have been submitted `ageing_s` ago."""
+        return entry.submitted_at + self._scheduler.limits.ageing_s - self.now
+
     def aged(self, entry: Entry) -> bool:
         """It was submitted longer than `ageing_s` ago."""
         return self._queue.is_aged(entry, self.now)
@@ -270,6 +274,8 @@ class Snapshot:
         """Where an action that the policy left waiting is tried again. An idle pool is never withheld."""
         pools = [self.pool(kind, node) for kind, _ in entry.needs]
         waiters = [self._queue.of_pool(pool) for pool in pools if pool.held or pool.spent]
+        for pool in pools:
+            self._scheduler.wake_when_refilled(pool, pool.free + 1)
         if not waiters:
             names = ", ".join(pool.name for pool in pools)
             raise InvariantError(

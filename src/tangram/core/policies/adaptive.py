@@ -136,7 +136,14 @@ class Adaptive:
         reserve = min(self.reserve(entry, snapshot), entry.reserved + max(0, pool.free))
         if abs(reserve - entry.reserved) < REVIEW_SHARE * entry.reserved:
             reserve = entry.reserved
-        return Adjust(entry, reserve, entry.limit, review_s=max(REVIEW_FIRST_S, snapshot.now - entry.started_at))
+        ran_s = snapshot.now - entry.started_at
+        review_s = max(REVIEW_FIRST_S, ran_s)
+        if reserve == RESERVE_MIN:
+            # Nothing changes before it has aged or comes near its timeout.
+            review_s = max(review_s, snapshot.ages_in_s(entry))
+            if entry.action.timeout_s is not None:
+                review_s = min(review_s, max(REVIEW_FIRST_S, TIMEOUT_SHARE * entry.action.timeout_s - ran_s))
+        return Adjust(entry, reserve, entry.limit, review_s=review_s)
 
     # ---- elastic CPU ----
 
