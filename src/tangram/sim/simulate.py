@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Limits, Scheduler
@@ -45,7 +47,8 @@ def simulate(
     if knowledge not in KNOWLEDGE:
         raise InvalidConfig("knowledge", knowledge, f"one of {', '.join(KNOWLEDGE)}")
     if name == "alone":
-        pools = _endless(pools)
+        # Its calls are not held back, so an API that counted them would refuse what no scheduler would have sent.
+        pools, workload = _endless(pools), msgspec.structs.replace(workload, apis=())
     engine = Engine(
         workload,
         _orchestrator(name, workload, pools, knowledge, limits, pods),
