@@ -55,6 +55,14 @@ def test_seeds_are_a_number_or_a_list(cli) -> None:
     assert (seeds("2"), seeds("4,1"), seeds("7,")) == (["0", "1"], ["4", "1"], ["7"])
 
 
+def test_rewards_arrive_for_as_many_cores_as_there_are(cli) -> None:
+    for units in (32, 8):
+        words = ("--batch", 300, "--seeds", 1, "--option", f"units={units}", "--policies", "fcfs", "--workers", 1)
+        (found,) = cli("sim", "elastic", *words, "--json").json["comparisons"]
+        assert found["size"]["cores"] == units
+        assert found["load"]["cpu"] == pytest.approx(0.7, rel=0.3)
+
+
 def test_options_reach_the_workload(cli) -> None:
     few = cli("sim", "elastic", *SMALL, "--option", "load=0.1", "--policies", "fcfs", "--json").json
     many = cli("sim", "elastic", *SMALL, "--option", "load=0.9", "--policies", "fcfs", "--json").json

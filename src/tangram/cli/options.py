@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 BATCHES = {"coding": 128, "search": 64, "teachers": 1024, "mixed": 384, "elastic": 1000}
 """Trajectories when --batch is not given: a comparison over three seeds then takes seconds."""
+UNITS = 32
+"""Cores that independent rewards arrive for, at their load, unless --option units says otherwise."""
 SEEDS = 5
 """Three would do for the means; the interval of Student's t is half as wide with five."""
 
@@ -172,12 +174,17 @@ def sizes_of(
 
 
 def _usual_size(source: Source, first: Workload) -> Size:
+    import msgspec
+
     from tangram.sim.record import is_recording, recorded_size
     from tangram.sim.size import default_size
 
-    if len(source.traces) == 1 and source.batch is None and is_recording(source.traces[0]):
+    if len(source.traces) == 1 and is_recording(source.traces[0]):
         return recorded_size(source.traces[0])
-    return default_size(first)
+    usual = default_size(first)
+    if usual.cores and not any(episode.memory for episode in first.episodes):
+        return msgspec.structs.replace(usual, cores=dict(source.options).get("units", UNITS))
+    return usual
 
 
 def _uses(option: str, given: object, usual: int, first: Workload) -> None:

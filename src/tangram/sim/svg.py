@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-
 TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 43_200, 86_400, 604_800)
 """Between the ticks of a time axis."""
 
