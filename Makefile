@@ -24,7 +24,7 @@ help: ## list the verbs
 
 run: $(STAMP) ## compare the scheduling policies on one workload; the report is build/report.html
 	@mkdir -p build
-	$(VENV)/bin/tangram sim coding --batch 128 --cores 32 --policies pods:0.5,fcfs,paper,adaptive --seeds 5 --report build/report.html $(ARGS)
+	$(VENV)/bin/tangram sim coding --batch 128 --cores 16 --policies pods:0.5,fcfs,paper,adaptive --seeds 5 --report build/report.html $(ARGS)
 
 # Bounded, because on a large machine one process per core would mostly start processes.
 test: $(STAMP) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"

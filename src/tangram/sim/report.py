@@ -45,7 +45,8 @@ def _write(path: Path, text: str) -> None:
 def comparison_page(comparisons: Sequence[Comparison], command: str) -> str:
     first = comparisons[0]
     name = first.setup.source.name
-    parts = [f'<span class="label">simulated</span><span class="label">{escape(name)}</span>', _opening(first)]
+    labels = ["simulated", name, *([first.setup.size.describe()] if len(comparisons) > 1 else [])]
+    parts = ["".join(f'<span class="label">{escape(label)}</span>' for label in labels), _opening(first)]
     for number, comparison in enumerate(comparisons):
         if number:
             size = escape(comparison.setup.size.describe())

@@ -21,8 +21,9 @@ MEMORY_PER_CORE_GIB = 9.4
 DEVICES_PER_NODE = 8
 STATIC_DEGREE = 4
 """Devices that today's fixed deployment gives a service, if it can use that many."""
-TRAJECTORIES_PER_CORE = 4
-"""The default: half of what pods with a request of half a core would take, so that cores are worth scheduling."""
+TRAJECTORIES_PER_CORE = 8
+"""The default: a quarter of what pods with a request of half a core would take at once, so that cores are worth
+scheduling; 512 trajectories on 64 cores, as in the lightest loaded case of the `coding` benchmark."""
 CORES_MIN = 4
 
 
@@ -79,7 +80,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_size(workload: Workload) -> Size:
-    """Enough to work with, too little to waste: a core for four sandboxes, static devices for every service."""
+    """Enough to work with, too little to waste: a core for eight sandboxes, static devices for every service."""
     sandboxes = sum(1 for episode in workload.episodes if episode.memory)
     widest = max(
         (math.ceil(demand.pools[CPU].max / CORE) for demand, _ in _demands(workload) if CPU in demand.pools), default=0
