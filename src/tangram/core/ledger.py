@@ -310,7 +310,7 @@ class Ledger:
     def resize(self, holding: Holding, units: int) -> None:
         """A running action holds another number of units of the same pool from now on."""
         state, difference = holding.pool, units - holding.units
-        if difference > state.free:
+        if difference > max(0, state.free):
             raise InvariantError(
                 f"resize oversells {state.name}: {difference} more units wanted, {state.free} of {state.total} free"
             )

@@ -145,7 +145,7 @@ class Entry:
 class Lane:
     """Waiting actions of one run with equal needs on one node, of one service."""
 
-    __slots__ = ("blocked_on", "elastic", "fifo", "heap", "kinds", "node", "run", "service", "waiting")
+    __slots__ = ("behind", "blocked_on", "elastic", "fifo", "heap", "kinds", "node", "run", "service", "waiting")
 
     def __init__(self, run: Run, kinds: tuple[str, ...], elastic: str, node: str, service: str) -> None:
         self.run = run
@@ -160,6 +160,8 @@ class Lane:
         self.waiting = 0
         self.blocked_on: tuple[Waiters, ...] = ()
         """Where it is registered until something changes there; empty: it is open."""
+        self.behind = False
+        """It was set aside because others go before it, not only because units are in use."""
 
     def push(self, entry: Entry) -> None:
         """It waits here, or does so again in its old turn."""
@@ -249,6 +251,8 @@ class Lack(msgspec.Struct, frozen=True):
 
     waiters: Sequence[Waiters]
     """Where a change would let it be tried again."""
+    behind: Sequence[Entry] = ()
+    """Those who go before it and have closed what it needs."""
     close: Sequence[Waiters] = ()
     """What it may close to those behind it."""
     target: str = ""
@@ -332,15 +336,26 @@ class Queue:
             waiters = self._of_kind[kind] = Waiters()
         return waiters
 
-    def set_aside(self, lane: Lane, lacking: Sequence[Waiters]) -> None:
-        """Close an open lane until something changes where it lacks."""
+    def set_aside(self, lane: Lane, lack: Lack) -> None:
+        """Close an open lane until something changes where it lacks.
+
+        The order changes with time and shares, and nobody is woken by that. So it may be that those who go before it
+        now were themselves set aside behind it: they are looked at again.
+        """
         run = lane.run
         del run.open[id(lane)]
         if not run.open:
             del self.active[run.name]
-        lane.blocked_on = tuple(lacking)
-        for waiters in lacking:
+        lane.blocked_on = tuple(lack.waiters)
+        for waiters in lack.waiters:
             waiters.lanes[id(lane)] = lane
+        lane.behind = bool(lack.behind)
+        for blocker in lack.behind:
+            ahead = blocker.lane
+            assert ahead is not None, blocker.id
+            if ahead.behind:
+                self._unblock(ahead)
+                self._open(ahead)
 
     def wake(self, pool: PoolState) -> None:
         """Something changed in a pool: the lanes that lacked it are open again."""
@@ -362,6 +377,7 @@ class Queue:
         for waiters in lane.blocked_on:
             waiters.lanes.pop(id(lane), None)
         lane.blocked_on = ()
+        lane.behind = False
 
     def _open(self, lane: Lane) -> None:
         if lane.waiting:
@@ -387,12 +403,12 @@ class Queue:
         aged_since = now - self.ageing_s
         return _turn(first, aged_since) < _turn(second, aged_since)
 
-    def closed(self, waiters: Waiters, entry: Entry, now: float) -> bool:
-        """Did somebody who goes before it close this?"""
+    def closed_by(self, waiters: Waiters, entry: Entry, now: float) -> Entry | None:
+        """Somebody who goes before it and has closed this, if there is anybody."""
         for blocker in waiters.blockers.values():
             if blocker is not entry and self.goes_before(blocker, entry, now):
-                return True
-        return False
+                return blocker
+        return None
 
     def close(self, entry: Entry, lack: Lack, now: float) -> None:
         """The first action that cannot start closes what it lacks to those behind it, until it starts or settles."""

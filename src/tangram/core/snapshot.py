@@ -19,7 +19,7 @@ from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
 from tangram.core.ledger import PoolState
 from tangram.core.messages import NodeState
 from tangram.core.profile import Estimate
-from tangram.core.queue import Entry, Lack, Lane, Run
+from tangram.core.queue import Entry, Lack, Lane, Run, Waiters
 from tangram.core.topology import Chunks
 from tangram.errors import InvariantError
 
@@ -268,7 +268,7 @@ class Snapshot:
         in_order = self._scheduler.policy.strict or self._queue.is_aged(entry, self.now)
         if in_order and self._ledger.could_hold(entry.needs, entry.node, entry.memory):
             self._queue.close(entry, lack, self.now)
-        self._queue.set_aside(lane, lack.waiters)
+        self._queue.set_aside(lane, lack)
 
     def _passed_over(self, entry: Entry, node: str) -> Lack:
         """Where an action that the policy left waiting is tried again. An idle pool is never withheld."""
@@ -284,9 +284,10 @@ class Snapshot:
             )
         wanted = [pool for pool in pools if entry.elastic in ("", pool.kind)]
         if entry.node or not node:
-            return Lack(waiters, [self._queue.of_pool(pool) for pool in wanted])
+            return Lack(waiters, (), [self._queue.of_pool(pool) for pool in wanted])
         return Lack(
             waiters,
+            (),
             [self._queue.of_kind(pool.kind) if pool.node else self._queue.of_pool(pool) for pool in wanted],
             node,
             [self._queue.of_pool(pool) for pool in wanted if pool.node],
@@ -322,7 +323,7 @@ class Snapshot:
         if not pool.fits(self.reserve(entry, pool) if units == LEARNED else units):
             return False
         waiters = self._queue.of_pool(pool)
-        return not waiters.blockers or not self._queue.closed(waiters, entry, self.now)
+        return not waiters.blockers or self._queue.closed_by(waiters, entry, self.now) is None
 
     def _best_node(self, entry: Entry, needs: list[Need]) -> str | None:
         """Where it fits now and the scarcest of its resources is least used; a loaded service wins."""
@@ -330,7 +331,7 @@ class Snapshot:
         if entry.memory:
             needs = [*needs, (MEMORY, entry.memory)]
         for kind, _ in needs:
-            if kind not in kinds or queue.closed(queue.of_kind(kind), entry, self.now):
+            if kind not in kinds or queue.closed_by(queue.of_kind(kind), entry, self.now) is not None:
                 return None
         best, best_score = None, -1.0
         for node in kinds[needs[0][0]]:
@@ -352,7 +353,7 @@ class Snapshot:
     def _lack(self, entry: Entry) -> Lack:
         """Why it fits nowhere."""
         kinds, queue, node = self._ledger.kinds, self._queue, entry.node
-        missing = []
+        missing: list[Waiters] = []
         on_node: list[Need] = []
         for kind, units in entry.needs:
             pool = kinds[kind].get("") or kinds[kind].get(node)
@@ -364,8 +365,13 @@ class Snapshot:
         if missing or node:
             # On a node that has lost a pool it waits for one of that kind to join.
             missing.extend(queue.of_kind(kind) for kind, _ in on_node if node)
-            return Lack(missing, missing)
+            return Lack(missing, self._behind(entry, missing), missing)
         return self._lack_of_node(entry, on_node)
+
+    def _behind(self, entry: Entry, closed: list[Waiters]) -> list[Entry]:
+        """Those who go before it and have closed one of these."""
+        blockers = [self._queue.closed_by(waiters, entry, self.now) for waiters in closed if waiters.blockers]
+        return [blocker for blocker in blockers if blocker is not None]
 
     def _lack_of_node(self, entry: Entry, needs: list[Need]) -> Lack:
         """It fits on no node. If one has the memory for its sandbox, it lacks the rest there; else it lacks memory.
@@ -382,17 +388,19 @@ class Snapshot:
             for node, state in self._ledger.nodes.items()
             if state is NodeState.UP and self._ledger.node_could_hold(needs, node)
         ]
+        pools = [queue.of_pool(kinds[kind][node]) for node in possible for kind, _ in needs]
+        behind = self._behind(entry, [*everywhere, *pools])
         with_memory = [node for node in possible if not memory or kinds[MEMORY][node].free >= memory]
         if not with_memory:
-            return Lack(everywhere, [queue.of_kind(MEMORY)] if possible else ())
+            return Lack(everywhere, behind, [queue.of_kind(MEMORY)] if possible else ())
         target = entry.target
         if target not in with_memory:
             first = kinds[needs[0][0]]
             target = max(with_memory, key=lambda node: first[node].free)
-        pools = [kinds[kind][target] for kind, _ in needs]
+        there = [kinds[kind][target] for kind, _ in needs]
         short = [
             queue.of_kind(pool.kind)
-            for pool, (_, units) in zip(pools, needs, strict=True)
+            for pool, (_, units) in zip(there, needs, strict=True)
             if not pool.fits(self.reserve(entry, pool) if units == LEARNED else units)
         ]
-        return Lack(everywhere, short, target, [queue.of_pool(pool) for pool in pools])
+        return Lack(everywhere, behind, short, target, [queue.of_pool(pool) for pool in there])

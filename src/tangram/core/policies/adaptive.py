@@ -121,7 +121,7 @@ class Adaptive:
         if cpu is None:
             return Begin(entry, node)
         if not cpu.declared:
-            reserve = self.reserve(entry, snapshot)
+            reserve = snapshot.reserve(entry, snapshot.pool(CPU, node))
             return Begin(entry, node, reserve, limit=cpu.max, width=cpu.max, review_s=REVIEW_FIRST_S)
         if not cpu.elastic:
             return Begin(entry, node)
