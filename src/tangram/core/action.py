@@ -148,5 +148,5 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
             seconds = getattr(self, field)
             if seconds is not None and not 0.0 < seconds < math.inf:
                 raise InvalidAction(field, seconds, "a positive, finite number of seconds")
-        if not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
+        if not isinstance(self.priority, int) or not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
             raise InvalidAction("priority", self.priority, f"a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")

@@ -6,6 +6,7 @@ tokens for a quota. At most one pool of a demand is elastic, that is, admits mor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -44,7 +45,7 @@ class Amounts(msgspec.Struct, frozen=True):
             raise InvalidAction("demand.min", self.min, "a positive whole number of units")
         if not isinstance(self.max, int) or self.max < max(self.min, 1):
             raise InvalidAction("demand.max", self.max, f"a whole number of units, at least {max(self.min, 1)}")
-        if self.step < 1:
+        if not isinstance(self.step, int) or self.step < 1:
             raise InvalidAction("demand.step", self.step, "a positive whole number of units")
         if self.choices and (
             list(self.choices) != sorted(set(self.choices))
@@ -52,6 +53,8 @@ class Amounts(msgspec.Struct, frozen=True):
             or self.choices[-1] != self.max
         ):
             raise InvalidAction("demand.choices", self.choices, "increasing amounts from the minimum to the maximum")
+        if not all([isinstance(choice, int) for choice in self.choices]):
+            raise InvalidAction("demand.choices", self.choices, "whole numbers of units")
 
     @property
     def elastic(self) -> bool:
@@ -98,14 +101,20 @@ def one_of(*choices: int) -> Amounts:
 
 def cores(cores_min: float, cores_max: float | None = None) -> Amounts:
     """CPU in cores: `cores(2)` is fixed, `cores(1, 8)` elastic in steps of a whole core."""
-    low = round(cores_min * CORE)
-    high = low if cores_max is None else round(cores_max * CORE)
+    low = _milli_cores(cores_min)
+    high = low if cores_max is None else _milli_cores(cores_max)
     return Amounts(low, high, step=CORE)
 
 
 def learned(limit_cores: float = 4.0) -> Amounts:
     """CPU of which nobody declared how much is needed: the reserve is learned, the limit is `limit_cores`."""
-    return Amounts(0, round(limit_cores * CORE), declared=False)
+    return Amounts(0, _milli_cores(limit_cores), declared=False)
+
+
+def _milli_cores(count: float) -> int:
+    if not math.isfinite(count):
+        raise InvalidAction("demand.cpu", count, "a finite number of cores")
+    return round(count * CORE)
 
 
 class Demand(msgspec.Struct, frozen=True):

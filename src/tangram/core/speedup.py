@@ -62,7 +62,7 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
                 "as many speed-ups as unit counts, the first of both being 1",
             )
         for previous, units in zip(self.units, self.units[1:], strict=False):
-            if units <= previous:
+            if not previous < units < math.inf:
                 raise InvalidAction("speedup.units", self.units, "increasing unit counts")
         for i in range(1, len(self.units)):
             if not self.speedups[i - 1] <= self.speedups[i] <= self.units[i]:
