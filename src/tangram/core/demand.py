@@ -53,7 +53,7 @@ class Amounts(msgspec.Struct, frozen=True):
             or self.choices[-1] != self.max
         ):
             raise InvalidAction("demand.choices", self.choices, "increasing amounts from the minimum to the maximum")
-        if not all([isinstance(choice, int) for choice in self.choices]):
+        if not all(isinstance(choice, int) for choice in self.choices):
             raise InvalidAction("demand.choices", self.choices, "whole numbers of units")
 
     @property

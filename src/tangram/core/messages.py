@@ -51,7 +51,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.kind or "@" in self.kind:
             raise InvalidConfig("pool.kind", self.kind, "a name without '@'")
-        if self.total < 0:
+        if not isinstance(self.total, int) or self.total < 0:
             raise InvalidConfig(f"pool {self.name} total", self.total, "a whole number of units, at least 0")
         if self.numa and (sum(self.numa) != self.total or min(self.numa) < 0):
             raise InvalidConfig(f"pool {self.name} numa", self.numa, f"units that add up to the total, {self.total}")
@@ -67,6 +67,12 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
 def cpu_node(node: str, cores: float, memory_gib: float = 0.0, numa_nodes: int = 1) -> tuple[Pool, ...]:
     """The pools of one machine for sandboxes: its cores and, if it counts, its memory in MiB."""
+    if not math.isfinite(cores):
+        raise InvalidConfig(f"cores of node {node}", cores, "a finite number of cores")
+    if not math.isfinite(memory_gib):
+        raise InvalidConfig(f"memory of node {node}", memory_gib, "a finite number of GiB")
+    if numa_nodes < 1:
+        raise InvalidConfig(f"NUMA nodes of node {node}", numa_nodes, "at least one NUMA node")
     total = round(cores * CORE)
     share = total // numa_nodes
     numa = (*([share] * (numa_nodes - 1)), total - share * (numa_nodes - 1)) if numa_nodes > 1 else ()

@@ -35,7 +35,7 @@ from tangram.core.messages import (
     Submit,
     Tick,
 )
-from tangram.errors import InvalidTrace
+from tangram.errors import InvalidInput, InvalidTrace
 
 TRACE_FORMAT = 1
 
@@ -43,6 +43,10 @@ EVENTS = (
     Submit, Cancel, Started, StartFailed, Finished, Resized, Reserve, Release, Resident, Evicted, PoolChanged,
     NodeChanged, RunChanged, Tick,
 )  # fmt: skip
+
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, InvalidInput)
+"""What decoding raises: of JSON, of the text inside it, or of what it says."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +99,7 @@ def read(lines: Iterable[bytes], name: str = "trace") -> tuple[Header, Iterator[
     _, first = next(numbered, (1, b""))
     try:
         header = _header_decoder.decode(first)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise InvalidTrace(
             f"{name}:1", _shown(first), f"a trace header as `tangram sim --record` writes it ({error})"
         ) from None
@@ -110,7 +114,7 @@ def _lines(numbered: Iterator[tuple[int, bytes]], name: str) -> Iterator[Line]:
             continue
         try:
             yield _line_decoder.decode(text)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except MALFORMED as error:
             raise InvalidTrace(f"{name}:{number}", _shown(text), f"a trace line ({error})") from None
 
 

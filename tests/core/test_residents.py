@@ -1,0 +1,91 @@
+"""Residents: which service is loaded where, as the managers reported it, and what loading costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram.core.residents import RESTORE_PRIOR_S, Residents
+
+
+def test_a_service_is_loaded_where_it_was_reported() -> None:
+    residents = Residents()
+    residents.add("judge", "g0", (0, 1))
+    residents.add("judge", "g1", (4,))
+    assert residents.devices("judge", "g0") == [(0, 1)]
+    assert residents.chunks("judge", "g1") == [(4, 1)]
+    assert residents.devices("teacher", "g0") == []
+
+
+def test_the_copy_used_last_is_named_first() -> None:
+    residents = Residents()
+    for devices in [(0,), (1,), (2,)]:
+        residents.add("judge", "g0", devices)
+    assert residents.devices("judge", "g0") == [(2,), (1,), (0,)]
+    assert residents.use("judge", "g0", (0,))
+    assert residents.devices("judge", "g0") == [(0,), (2,), (1,)]
+
+
+def test_reporting_a_copy_twice_does_not_make_two() -> None:
+    residents = Residents()
+    residents.add("judge", "g0", (0, 1))
+    residents.add("judge", "g0", (0, 1))
+    assert residents.devices("judge", "g0") == [(0, 1)]
+
+
+def test_a_start_on_other_devices_has_to_load_the_service() -> None:
+    residents = Residents()
+    residents.add("judge", "g0", (0, 1))
+    assert not residents.use("judge", "g0", (0,))
+    assert not residents.use("judge", "g1", (0, 1))
+    assert not residents.use("teacher", "g0", (0, 1))
+    assert residents.devices("judge", "g0") == [(0, 1)]
+
+
+def test_an_evicted_copy_is_gone_and_evicting_it_again_harms_nobody() -> None:
+    residents = Residents()
+    residents.add("judge", "g0", (0,))
+    residents.add("judge", "g0", (1,))
+    for _ in range(2):
+        residents.remove("judge", "g0", (0,))
+        assert residents.devices("judge", "g0") == [(1,)]
+    residents.remove("nobody", "g0", (0,))
+    assert not residents.use("judge", "g0", (0,))
+
+
+def test_a_dead_node_takes_its_copies_along_and_no_others() -> None:
+    residents = Residents()
+    residents.add("judge", "g0", (0,))
+    residents.add("judge", "g1", (0,))
+    residents.add("teacher", "g0", (1,))
+    residents.drop_node("g0")
+    assert residents.devices("judge", "g0") == residents.devices("teacher", "g0") == []
+    assert residents.devices("judge", "g1") == [(0,)]
+
+
+def test_loading_costs_a_guess_then_what_others_took_then_what_it_took_itself() -> None:
+    residents = Residents()
+    assert residents.restore_s("judge") == RESTORE_PRIOR_S
+    residents.learn_restore("teacher", 4.0)
+    residents.learn_restore("critic", 2.0)
+    assert residents.restore_s("judge") == 3.0
+    residents.learn_restore("judge", 0.5)
+    assert residents.restore_s("judge") == 0.5
+
+
+def test_one_slow_load_does_not_spoil_the_estimate_and_a_lasting_change_is_followed() -> None:
+    residents = Residents()
+    for _ in range(10):
+        residents.learn_restore("judge", 1.0)
+    residents.learn_restore("judge", 6.0)
+    assert residents.restore_s("judge") == pytest.approx(2.0)
+    for _ in range(30):
+        residents.learn_restore("judge", 6.0)
+    assert residents.restore_s("judge") == pytest.approx(6.0, rel=0.01)
+
+
+def test_what_was_learned_about_loading_outlives_the_copies() -> None:
+    residents = Residents()
+    residents.add("judge", "g0", (0,))
+    residents.learn_restore("judge", 0.5)
+    residents.drop_node("g0")
+    assert residents.restore_s("judge") == 0.5
