@@ -164,6 +164,8 @@ class Ledger:
         self.pools: dict[str, PoolState] = {}
         self.kinds: dict[str, dict[str, PoolState]] = {}
         """Per kind, the pools by node; the one pool of a kind that belongs to no node has the key ''."""
+        self._largest: dict[str, int] = {}
+        """Per kind, the largest pool that there ever was."""
         self.total_by_kind: dict[str, int] = {}
         self.nodes: dict[str, NodeState] = {}
         self._usages: list[RunUsage] = []
@@ -188,8 +190,14 @@ class Ledger:
                 raise InvalidConfig(f"window of pool {pool.name}", pool.window, "units held or spent, as they were")
             self.refill(state, now)
             state.change(pool)
+        self._largest[pool.kind] = max(pool.total, self._largest.get(pool.kind, 0))
         self._total_again(pool.kind)
         return state
+
+    def once_held(self, needs: Sequence[Need], memory: int) -> bool:
+        """Was there ever a pool as large as each of these needs? Then it may come back."""
+        wanted = [*needs, (MEMORY, memory)] if memory else needs
+        return all(kind in self._largest and units <= self._largest[kind] for kind, units in wanted)
 
     def drop_node(self, node: str) -> list[PoolState]:
         """The pools of a dead node, with all that was held there, are gone."""

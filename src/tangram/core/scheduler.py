@@ -310,7 +310,8 @@ class Scheduler:
             return
         self._sequence += 1
         entry = Entry(action, run, place, self._sequence, self._now)
-        if not self._stranded.is_possible(entry):
+        possible = self._stranded.is_possible(entry)
+        if not possible and not self.ledger.once_held(entry.needs, entry.memory):
             self._refuse(action.id, "capacity", impossible(self, entry))
             return
         self.entries[action.id] = entry
@@ -321,7 +322,11 @@ class Scheduler:
         entry.key = self.policy.order(entry, self.snapshot)
         if entry.elastic and entry.estimate is not None:
             self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self._now)
-        self.queue.enqueue(entry)
+        if possible:
+            self.queue.enqueue(entry)
+        else:
+            # What could hold it is away, such as a node that is down: it waits for that like those who were here.
+            self._enqueue_again(entry)
 
     def _refusal(self, action: Action, run: Run, place: Place | None) -> tuple[str, str] | None:
         """The named limit that keeps the action out, with the sentence to say."""

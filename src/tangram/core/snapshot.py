@@ -54,6 +54,8 @@ class Snapshot:
         self.now = 0.0
         self.changed = scheduler.queue.changed
         """CPU pools whose free units or elastic actions changed since the last round."""
+        self._short: PoolState | None = None
+        """A pool, of units that are held, which had too few for the action that `fit` looked at last."""
 
     # ---- reading ----
 
@@ -219,7 +221,8 @@ class Snapshot:
 
     def candidates(self) -> Iterator[Candidate]:
         """Waiting actions that fit at their minimum, in fair order. One that is passed over waits on."""
-        active = self._queue.active
+        queue, strict = self._queue, self._scheduler.policy.strict
+        active = queue.active
         while active:
             lane, entry, aged = self._head(self._poorest(active))
             node = self.fit(entry)
@@ -227,6 +230,10 @@ class Snapshot:
                 yield Candidate(entry, node, aged)
                 if entry.lane is not lane:
                     continue
+            elif self._short is not None and not aged and not strict:
+                # The usual case, made short: units are in use, and nobody is kept from them.
+                queue.set_aside(lane, Lack((queue.of_pool(self._short),)))
+                continue
             self._leave_waiting(lane, entry, node)
 
     def _poorest(self, active: dict[str, Run]) -> Run:
@@ -241,18 +248,19 @@ class Snapshot:
     def _head(self, run: Run) -> tuple[Lane, Entry, bool]:
         """The run's first action: its oldest aged one, else the first in the policy's order."""
         aged_since = self.now - self._queue.ageing_s
-        best: Lane | None = None
+        best: tuple[int, float, int, Entry] | None = None
         aged: Entry | None = None
         for lane in run.open.values():
             oldest = lane.oldest()
             if oldest.submitted_at <= aged_since and (aged is None or oldest.seq < aged.seq):
                 aged = oldest
-            if best is None or lane.first() < best.first():
-                best = lane
-        if aged is not None and aged.lane is not None:
-            return aged.lane, aged, True
+            first = lane.first()
+            if best is None or first < best:
+                best = first
         assert best is not None
-        return best, best.first()[3], False
+        entry = best[3] if aged is None else aged
+        assert entry.lane is not None
+        return entry.lane, entry, aged is not None
 
     def pass_over(self, lane: Lane) -> None:
         """The policy left an open lane waiting."""
@@ -297,30 +305,35 @@ class Snapshot:
 
     def fit(self, entry: Entry) -> str | None:
         """The node where it fits now, empty if it needs none; None: it fits nowhere."""
-        on_node: list[Need] = []
-        kinds = self._ledger.kinds
+        self._short = None
+        kinds, node = self._ledger.kinds, entry.node
+        anywhere: list[Need] = []
+        placed = False
         for need in entry.needs:
-            quota = kinds[need[0]].get("")
-            if quota is None:
-                on_node.append(need)
-            elif not self._has(quota, need[1], entry):
+            pools = kinds[need[0]]
+            pool = pools.get(node)
+            if pool is None:
+                pool = pools.get("")
+                if pool is None:
+                    if node:
+                        return None
+                    anywhere.append(need)
+                    continue
+            elif node:
+                placed = True
+            if not self._has(pool, need[1], entry):
                 return None
-        if not on_node:
-            return ""
-        node = entry.node
-        if not node:
-            return self._best_node(entry, on_node)
-        for kind, units in on_node:
-            pool = kinds[kind].get(node)
-            if pool is None or not self._has(pool, units, entry):
-                return None
-        return node
+        if anywhere:
+            return self._best_node(entry, anywhere)
+        return node if placed else ""
 
     def _has(self, pool: PoolState, units: int, entry: Entry) -> bool:
         """Does the pool have these units for the action, and is it open to it?"""
         if pool.window is not None and self._ledger.refill(pool, self.now):
             self._queue.wake(pool)
         if not pool.fits(self.reserve(entry, pool) if units == LEARNED else units):
+            if pool.window is None:
+                self._short = pool
             return False
         waiters = self._queue.of_pool(pool)
         return not waiters.blockers or self._queue.closed_by(waiters, entry, self.now) is None
@@ -348,6 +361,7 @@ class Snapshot:
                     score += 1.0
                 if score > best_score:
                     best, best_score = node, score
+        self._short = None  # where it fits on no node, no single pool is what it lacks
         return best
 
     def _lack(self, entry: Entry) -> Lack:

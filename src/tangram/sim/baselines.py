@@ -33,7 +33,9 @@ from tangram.core.messages import (
     Tick,
     WakeAt,
 )
+from tangram.core.topology import Chunks
 from tangram.errors import InvalidConfig
+from tangram.sim.episode import ServiceModel
 
 API_RETRIES_MAX = 3
 """As in the publication's baseline."""
@@ -90,7 +92,7 @@ class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Baseline:
     """All three side by side; an action goes to the one that its demand names."""
 
-    def __init__(self, pools: tuple[Pool, ...], services: tuple[str, ...], config: PodsConfig) -> None:
+    def __init__(self, pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], config: PodsConfig) -> None:
         self.config = config
         self.name = f"pods:{config.request:g}"
         self._cpu_free = {pool.node: pool.total for pool in pools if pool.kind == CPU}
@@ -243,14 +245,33 @@ class Baseline:
         )
 
 
-def _divide(pools: tuple[Pool, ...], services: tuple[str, ...], each: int) -> dict[str, _Static]:
-    """Deal the devices out to the services in chunks of `each`, one after the other until none is left."""
-    chunks = [
-        (pool.node, tuple(range(start, start + each)))
-        for pool in pools
-        if pool.kind == GPU
-        for start in range(0, pool.total - each + 1, each)
-    ]
-    if services and len(chunks) < len(services):
-        raise InvalidConfig("devices", len(chunks) * each, f"at least {each} for each of {len(services)} services")
-    return {name: _Static(chunks[i :: len(services)]) for i, name in enumerate(services)}
+def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: int) -> dict[str, _Static]:
+    """Deal the devices out: every service gets replicas of one size in turn, until no chunk of that size is left."""
+    devices = {pool.node: Chunks(pool.total) for pool in pools if pool.kind == GPU}
+    statics = {service.name: _Static([]) for service in services}
+    sizes = {service.name: _replica(service, each) for service in services}
+    # Wide replicas first, so that narrow ones do not break the chunks that they need.
+    turn = sorted(services, key=lambda service: -sizes[service.name])
+    dealt = bool(turn)
+    while dealt:
+        dealt = False
+        for service in turn:
+            size = sizes[service.name]
+            node = next((node for node, chunks in devices.items() if chunks.fits(size)), None)
+            if node is not None:
+                dealt = True
+                statics[service.name].free.append((node, devices[node].take(size).devices))
+    without = [name for name, static in statics.items() if not static.free]
+    if without:
+        needed = sum(sizes.values())
+        raise InvalidConfig(
+            "devices",
+            sum(chunks.count for chunks in devices.values()),
+            f"at least {needed} for {len(services)} services",
+        )
+    return statics
+
+
+def _replica(service: ServiceModel, each: int) -> int:
+    """Devices of one replica: `each`, or the nearest degree that the service runs at."""
+    return min(service.degrees, key=lambda degree: (abs(degree - each), degree))

@@ -25,7 +25,7 @@ from tangram.sim.episode import Workload
 from tangram.sim.parallel import Progress, Workers
 from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
-from tangram.sim.size import Load, Size, load, pods_can_run, span, static_degree
+from tangram.sim.size import Load, Size, load, pods_can_run, span
 from tangram.sim.statistics import Interval, ratio_of
 from tangram.sim.workload import build
 from tangram.sim.workloads import options
@@ -192,8 +192,7 @@ def _pods(name: str, workload: Workload) -> PodsConfig | None:
         return None
     if not pods_can_run(workload):
         raise InvalidConfig("policy", name, f"no pods: {workload.name} has CPU actions without a sandbox")
-    each = min((static_degree(service) for service in workload.services), default=1)
-    return PodsConfig(request=pods_request(name), devices_per_service=each)
+    return PodsConfig(request=pods_request(name))
 
 
 def _note(task: Task) -> str:

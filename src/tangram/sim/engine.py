@@ -172,8 +172,8 @@ class Engine:
                     raise InvariantError(f"simulation {self._name} takes more than {EVENTS_MAX} events")
         if self._finished_episodes < len(self._playing):
             raise InvariantError(
-                f"simulation {self._name} of {self.workload.name} seed {self.workload.seed} is stuck at {self.now:.3f} s:"
-                f" {len(self._live)} actions never settle"
+                f"simulation {self._name} of {self.workload.name} seed {self.workload.seed} is stuck"
+                f" at {self.now:.3f} s: {len(self._live)} actions never settle"
             )
         if self._progress is not None:
             self._progress(self._total, self._total)

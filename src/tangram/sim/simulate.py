@@ -77,7 +77,7 @@ def _orchestrator(
     family, _, option = name.partition(":")
     if family == "pods":
         config = pods or PodsConfig(request=_request(option))
-        return Baseline(pools, tuple(service.name for service in workload.services), config)
+        return Baseline(pools, workload.services, config)
     if name == "alone":
         return Scheduler(policy("adaptive"), pools, limits=limits)
     if family not in {known.partition(":")[0] for known in POLICIES}:

@@ -173,7 +173,7 @@ class Adaptive:
         present = max(1, waiting + len(snapshot.running(pool)))
         even = pool.total / present * max(1.0, EVEN_FACTOR * exponent / (1.0 - exponent))
         load = max(LOAD_MIN, snapshot.offered(CPU) / max(pool.total, 1))
-        steady = cpu.min * max(1.0, load ** (-1.0 / (1.0 - exponent)))
+        steady = cpu.min * max(1.0, float(load ** (-1.0 / (1.0 - exponent))))
         return max(even, min(steady, room / max(1, waiting)))
 
     def _divide(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> None:
