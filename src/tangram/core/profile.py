@@ -140,7 +140,7 @@ class Knowledge:
     def estimate(self, action: Action) -> Estimate:
         """What is believed of the action: hints first, then its class, blended with its relatives."""
         exact = self._classes.get((action.run, action.task, action.kind, action.key))
-        wider = self._relatives.get((action.run, action.kind, action.key)) or self._kinds.get((action.kind,))
+        wider = self._relatives.get((action.run, action.kind, action.key)) or self._kinds.get((action.kind,)) or exact
         if wider is None or not wider.seen:
             return self._with_hints(action, PRIOR)
         work_s, sigma = wider.mean, wider.sigma
