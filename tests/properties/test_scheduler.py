@@ -304,12 +304,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if submitted_at > self.now - ELDER_FACTOR * LIMITS.ageing_s:
                 continue
             kind, amounts = next(iter(action.demand.pools.items()))
-            node = self.boxes.get(action.sandbox, "")
-            name = f"{kind}@{node}" if node else kind
-            on_node = kind in (CPU, GPU, CORE_KIND)
-            if name in self.books.total and bool(node) == on_node and amounts.declared and kind not in (GPU, CORE_KIND):
-                if POOL_BY_NAME[name].window is None and amounts.min <= self.books.total[name]:
-                    found[action.id] = (name, amounts.min, submitted_at)
+            name = f"{CPU}@{self.boxes.get(action.sandbox, '')}" if kind == CPU else kind
+            whole = kind in (CPU, "api") and amounts.declared and name in self.books.total
+            if whole and amounts.min <= self.books.total[name]:
+                found[action.id] = (name, amounts.min, submitted_at)
         return found
 
     def check_elders(self, action: Action, pool: str, elders: dict[str, tuple[str, int, float]]) -> None:
