@@ -130,10 +130,11 @@ def test_a_trace_is_played_beside_the_generated_work(tmp_path: Path) -> None:
     lines = ["trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max"]
     lines += [f"t{t},{seq},Bash,test,1.0,{2 + t},{1 + t},2,200" for t in range(3) for seq in range(4)]
     (tmp_path / coding.TRACE_FILE).write_text("\n".join(lines))
-    result = coding.measure(CODING, trace=tmp_path, processes=1, progress=_silent)
-    assert result.metrics.keys() > small("coding").metrics.keys()
-    assert result.metrics["act_ratio_16_trace"] > 0.0 and "learned_share_trace" in result.metrics
-    assert {name: result.metrics[name] for name in small("coding").metrics} == small("coding").metrics
+    sizes = coding.Sizes(batch=36, cores=(16,), trace_cores=(16,), learning_cores=16, seeds=2)
+    result = coding.measure(sizes, trace=tmp_path, processes=1, progress=_silent)
+    generated = [name for name in result.metrics if "_trace" not in name]
+    assert {f"{name}_trace" for name in generated} == result.metrics.keys() - set(generated)
+    assert all(result.metrics[name] == small("coding").metrics[name] for name in generated)
 
 
 def test_nothing_is_faster_than_alone() -> None:
@@ -148,18 +149,20 @@ def test_nothing_is_faster_than_alone() -> None:
 @pytest.mark.parametrize("exponent", [0.45, 0.75])
 @pytest.mark.parametrize("name", ["fcfs", "paper", "adaptive"])
 def test_no_policy_beats_the_bounds(name: str, exponent: float) -> None:
-    workload = build("elastic", batch=100, seed=3, exponent=exponent, load=0.7, units=8)
+    sizes = elastic.Sizes(cores=8, cores_max=4)
+    workload = build("elastic", batch=100, seed=3, exponent=exponent, load=0.7, units=8, cores_max=4)
     result = simulate(workload, name, cpu_node("n0", 8), knowledge="perfect")
     mean_s = result.acts().mean()
-    assert mean_s >= elastic.lower_bound(workload, 8)
-    assert mean_s >= elastic.capacity_bound(workload, 8, exponent, result.makespan_s)
+    assert mean_s >= elastic.lower_bound(workload, 8, 4)
+    assert mean_s >= elastic.capacity_bound(workload, sizes, exponent, result.makespan_s)
 
 
-def test_an_action_alone_on_all_units_meets_both_bounds() -> None:
-    workload = build("elastic", batch=1, seed=0, exponent=0.5, units=16)
+def test_an_action_alone_on_all_that_it_can_use_meets_both_bounds() -> None:
+    sizes = elastic.Sizes(cores=32, cores_max=16)
+    workload = build("elastic", batch=1, seed=0, exponent=0.5, units=32, cores_max=16)
     seconds = workload.episodes[0].turns[0].steps[0].work_s / 4.0
-    assert elastic.lower_bound(workload, 16) == pytest.approx(seconds)
-    assert elastic.capacity_bound(workload, 16, 0.5, 1e9) == pytest.approx(seconds)
+    assert elastic.lower_bound(workload, 32, 16) == pytest.approx(seconds)
+    assert elastic.capacity_bound(workload, sizes, 0.5, 1e9) == pytest.approx(seconds)
 
 
 # ---- sizing ---------------------------------------------------------------------------------------------------
