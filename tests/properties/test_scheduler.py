@@ -121,6 +121,8 @@ class Books:
         """When units last came back, or the total changed ..."""
         self.looked_at = dict(self.changed_at)
         """... with an event that is over, so that all who waited for the pool were looked at since."""
+        self.memory_max = 4096
+        """The most that a node ever had."""
 
     def free(self, pool: str) -> int:
         return self.total.get(pool, 0) - sum(self.held[pool].values())
@@ -362,7 +364,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sandbox = f"box{self.count}"
         effects = self.send(Reserve(sandbox=sandbox, memory=memory, run=f"r{run}", node=node))
         if not any(isinstance(effect, Refuse) for effect in effects):
-            assert memory <= 4096 or POOL_BY_NAME["memory@n0"].total < self.books.total.get("memory@n0", 0)
+            assert memory <= self.books.memory_max
             self.boxes[sandbox] = node
 
     @precondition(lambda self: self.boxes)
@@ -473,6 +475,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         total = sum(numa) if numa else int(pool.total * share)
         self.books.total[pool.name] = total
         self.books.changed_at[pool.name] = self.now
+        if pool.kind == MEMORY:
+            self.books.memory_max = max(self.books.memory_max, total)
         self.send(PoolChanged(pool=Pool(kind=pool.kind, node=pool.node, total=total, window=pool.window, numa=numa)))
 
     @rule(

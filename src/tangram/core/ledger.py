@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tangram.core.demand import CPU, GPU, LEARNED, MEMORY, Need
 from tangram.core.messages import NodeState, Pool
-from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts
+from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, level_of
 from tangram.errors import InvalidConfig, InvariantError
 
 CORE_KIND = "core"
@@ -124,12 +124,8 @@ class PoolState:
         return not isinstance(self.place, Chunks) or self.place.fits(units)
 
     def could_fit(self, units: int) -> bool:
-        """Would it fit if nobody had anything? Of CPU that is learned, any amount will do."""
-        if units == LEARNED:
-            return self.total > 0
-        if self.kind == GPU:
-            return self.rounded(units) <= 1 << self.total.bit_length() >> 1
-        return units <= self.total
+        """Would it fit if nobody had anything?"""
+        return _holds(self.kind, self.total, units)
 
     def devices_free(self, devices: tuple[int, ...]) -> bool:
         """Are these devices, a chunk, all free?"""
@@ -139,10 +135,6 @@ class PoolState:
         """The devices that a call for `units` would get now."""
         assert isinstance(self.place, Chunks), self.name
         return self.place.peek(units, preferred).devices
-
-    def rounded(self, units: int) -> int:
-        """What asking for `units` really takes: a device chunk is a power of two."""
-        return 1 << (units - 1).bit_length() if self.kind == GPU and units > 0 else units
 
     def available_at(self, units: int) -> float:
         """When a spent pool that lacks `units` now will have them, if nothing else is granted from it."""
@@ -164,8 +156,8 @@ class Ledger:
         self.pools: dict[str, PoolState] = {}
         self.kinds: dict[str, dict[str, PoolState]] = {}
         """Per kind, the pools by node; the one pool of a kind that belongs to no node has the key ''."""
-        self._largest: dict[str, int] = {}
-        """Per kind, the largest pool that there ever was."""
+        self._once: dict[str, dict[str, int]] = {}
+        """Per node, by kind, the largest total that there ever was."""
         self.total_by_kind: dict[str, int] = {}
         self.nodes: dict[str, NodeState] = {}
         self._usages: list[RunUsage] = []
@@ -190,14 +182,10 @@ class Ledger:
                 raise InvalidConfig(f"window of pool {pool.name}", pool.window, "units held or spent, as they were")
             self.refill(state, now)
             state.change(pool)
-        self._largest[pool.kind] = max(pool.total, self._largest.get(pool.kind, 0))
+        once = self._once.setdefault(pool.node, {})
+        once[pool.kind] = max(pool.total, once.get(pool.kind, 0))
         self._total_again(pool.kind)
         return state
-
-    def once_held(self, needs: Sequence[Need], memory: int) -> bool:
-        """Was there ever a pool as large as each of these needs? Then it may come back."""
-        wanted = [*needs, (MEMORY, memory)] if memory else needs
-        return all(kind in self._largest and units <= self._largest[kind] for kind, units in wanted)
 
     def drop_node(self, node: str) -> list[PoolState]:
         """The pools of a dead node, with all that was held there, are gone."""
@@ -243,12 +231,26 @@ class Ledger:
                 return False
         return True
 
+    def once_held(self, needs: Sequence[Need], node: str, memory: int) -> bool:
+        """Were there ever pools that could hold these needs together? Then they may come back."""
+        quotas = self._once.get("", {})
+        from_quotas = [need for need in needs if need[0] in quotas]
+        on_node = [need for need in needs if need[0] not in quotas]
+        if memory:
+            on_node.append((MEMORY, memory))
+        if not all(_holds(kind, quotas[kind], units) for kind, units in from_quotas):
+            return False
+        nodes = [totals for name, totals in self._once.items() if name and (not node or name == node)]
+        return not on_node or any(
+            all(kind in totals and _holds(kind, totals[kind], units) for kind, units in on_node) for totals in nodes
+        )
+
     # ---- units ----
 
     def hold(self, state: PoolState, units: int, run: RunUsage, preferred: Sequence[tuple[int, int]] = ()) -> Holding:
         """Give `units` of a pool to somebody. Spent units are charged, the others held."""
         if state.kind == GPU:
-            units = state.rounded(units)
+            units = 1 << level_of(units)
         if not state.fits(units):
             raise InvariantError(
                 f"plan oversells {state.name}: {units} units wanted, {state.free} of {state.total} free"
@@ -409,6 +411,15 @@ class Ledger:
                 raise InvariantError(f"a run's share of {usage.share} is not {self._share(usage)}")
         if any(used.values()):
             raise InvariantError(f"nobody is charged for {list(used.values())} units")
+
+
+def _holds(kind: str, total: int, units: int) -> bool:
+    """Can a pool of that size give as many units? Of CPU that is learned any amount will do; devices come in chunks."""
+    if units == LEARNED:
+        return total > 0
+    if kind == GPU and units:
+        return 1 << level_of(units) <= total
+    return units <= total
 
 
 def _come_back(state: PoolState, now: float) -> int:

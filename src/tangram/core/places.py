@@ -28,7 +28,7 @@ class Places:
             return "id", f"sandbox {event.sandbox} is already reserved"
         if len(self.by_sandbox) >= self._sandboxes_max:
             return "sandboxes_max", f"{self._sandboxes_max} sandboxes are open; release some first"
-        if event.memory and not self._ledger.once_held((), event.memory):
+        if event.memory and not self._ledger.once_held((), event.node, event.memory):
             reason = f"sandbox {event.sandbox} asks for {event.memory} MiB; the largest node has {memory_max}"
             return "capacity", reason
         place = Place(event.sandbox, event.memory, run)

@@ -311,7 +311,7 @@ class Scheduler:
         self._sequence += 1
         entry = Entry(action, run, place, self._sequence, self._now)
         possible = self._stranded.is_possible(entry)
-        if not possible and not self.ledger.once_held(entry.needs, entry.memory):
+        if not possible and not self.ledger.once_held(entry.needs, entry.node, entry.memory):
             self._refuse(action.id, "capacity", impossible(self, entry))
             return
         self.entries[action.id] = entry
