@@ -34,7 +34,7 @@ def policy(name: str) -> SchedulingPolicy:
         return Paper()
     if name in ("adaptive", "adaptive:no-resize"):
         return Adaptive(resize=not option)
-    if family == "fixed" and option.isdigit() and int(option) > 0:
+    if family == "fixed" and option.isdecimal() and int(option) > 0:
         return Fixed(int(option))
     near = difflib.get_close_matches(name, POLICIES, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
