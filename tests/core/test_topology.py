@@ -165,6 +165,13 @@ class ChunksMachine(RuleBasedStateMachine):
         self.chunks = Chunks(count)
         self.counts_at_start = self.chunks.free_counts()
 
+    @precondition(lambda self: self.count)
+    @rule(count=st.integers(1, 16))
+    def resize(self, count: int) -> None:
+        self.count = count
+        self.chunks.resize(count)
+        self.counts_at_start = Chunks(count).free_counts()
+
     def is_free(self, start: int, size: int) -> bool:
         held = [device for chunk in self.taken for device in chunk.devices]
         return start + size <= self.count and not any(device in held for device in range(start, start + size))
@@ -175,6 +182,7 @@ class ChunksMachine(RuleBasedStateMachine):
         size = 1 << level_of(units)
         places = [start for start in range(0, self.count, size) if self.is_free(start, size)]
         assert self.chunks.fits(units) == bool(places)
+        assert [start for start in range(16) if self.chunks.is_free((start, size))] == places
         if not places:
             with pytest.raises(InvariantError):
                 self.chunks.take(units, preferred, affinity)
@@ -205,9 +213,10 @@ class ChunksMachine(RuleBasedStateMachine):
 
     @invariant()
     def consistent(self) -> None:
-        self.chunks.check()
+        self.chunks.check(self.taken)
         free = sum(number << level for level, number in enumerate(self.chunks.free_counts()))
-        assert free + sum(chunk.size for chunk in self.taken) == self.count
+        inside = [device for chunk in self.taken for device in chunk.devices if device < self.count]
+        assert free + len(inside) == self.count
 
     def teardown(self) -> None:
         for chunk in self.taken:
@@ -441,6 +450,34 @@ def test_cores_given_back_twice_or_named_twice_are_errors() -> None:
         cores.take(3)
     with pytest.raises(InvalidConfig, match="in one cell only"):
         CoreSet(((0, 1), (1, 2)))
+
+
+def test_a_chunk_beyond_the_last_device_vanishes_when_it_is_given_back() -> None:
+    chunks = Chunks(8)
+    low, high = chunks.take(4), chunks.take(4)
+    chunks.resize(6)
+    assert chunks.free_counts() == (0, 0, 0)
+    chunks.check([low, high])
+    chunks.give(high)
+    assert chunks.free_counts() == (0, 1, 0)
+    chunks.give(low)
+    assert chunks.free_counts() == (0, 1, 1)
+    with pytest.raises(InvariantError, match="are held"):
+        chunks.check([low])
+
+
+def test_a_core_that_is_no_longer_named_vanishes_when_it_is_given_back() -> None:
+    cores = CoreSet(((0, 1), (2, 3)))
+    taken = cores.take(2) + cores.take(1)
+    assert taken == (0, 1, 2)
+    cores.resize(((0,), (2,)))
+    cores.check([0, 1, 2])
+    cores.give((1, 2))
+    assert cores.take(1) == (2,)
+    cores.resize(((0, 1, 2),))
+    assert cores.take(1) == (1,), "0 and 2 are taken still"
+    with pytest.raises(InvariantError, match="are held"):
+        cores.check([0])
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.lists(st.integers(-3, 8), max_size=20))
