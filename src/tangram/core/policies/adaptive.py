@@ -209,7 +209,9 @@ class Adaptive:
     def _shrink(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
         for entry in list(snapshot.running(pool).values()):
             target = int(targets.get(entry.id, entry.reserved))
-            if target < entry.reserved * (1.0 - RESIZE_SHARE) and entry.stop is None:
+            # Down to its minimum by any amount: in a crowd a few milli-cores too many keep a whole action waiting.
+            enough = target < entry.reserved * (1.0 - RESIZE_SHARE) or target <= entry.action.demand.pools[CPU].min
+            if target < entry.reserved and enough and entry.stop is None:
                 yield Adjust(entry, target, target)
 
     def _grow(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
@@ -231,7 +233,7 @@ class Adaptive:
         if not amounts.elastic:
             return Begin(entry, node)
         loaded = snapshot.resident_degrees(entry, node)
-        restore_s = snapshot.restore_s(entry.action.service)
+        restore_s = snapshot.restore_s(entry.action.service) if entry.action.service else 0.0
         price = (snapshot.waiting(pool) * amounts.min + pool.held) / max(pool.total, 1)
         best, best_cost = amounts.min, float("inf")
         for units in amounts.all(pool.total):
