@@ -184,7 +184,6 @@ def test_fcfs_keeps_arrival_order_even_where_a_later_one_would_fit() -> None:
     assert list(rig.started()) == ["wide", "small"]
 
 
-@pytest.mark.xfail(reason="explain() looks for who closed a pool, not for who closed its kind")
 def test_fcfs_says_behind_whom_an_action_waits() -> None:
     rig = Rig("fcfs", cpu_node("n0", 4))
     for name, count in [("first", 3), ("wide", 2), ("small", 1)]:

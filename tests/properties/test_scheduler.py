@@ -7,12 +7,11 @@ brings them back, changes pools, and lets time pass. It keeps books of its own, 
 - what starts was accepted, waits, and gets an amount that its demand admits, on the node of its sandbox;
 - everything accepted settles exactly once, and once all nodes and pools are back everything does settle;
 - a rigid action that is alone in wanting one pool is never kept from it while it has room;
-- waits are bounded. With a = `ageing_s` and h the longest that an action holds units, an action that was submitted at
-  t and needs one pool closes that pool when it is looked at for the first time after t + a, which is at the next
-  change of the pool, within h. From t + ELDER_FACTOR * a on it goes before all that was submitted after it. Then only
-  the n actions that came before it can still take from the pool, each once per attempt and for at most h. So it starts
-  within ELDER_FACTOR * a + h + n * attempts_max * h: what is checked here is the step that makes this true, that
-  nothing later takes from a pool which such an elder lacks.
+- waits are bounded. Let a be `ageing_s` and h the longest that an action holds units. An action that was submitted at t
+  and needs one pool closes that pool at t + a. From t + ELDER_FACTOR * a on it goes before all that was submitted
+  after it. Then only the n actions that came before it can still take from the pool, each once per attempt and for at
+  most h, after those that hold units by then. So it starts within ELDER_FACTOR * a + (1 + n * attempts_max) * h. What
+  is checked here is the step that makes this true: that nothing later takes from a pool which such an elder lacks.
 """
 
 from __future__ import annotations
@@ -117,10 +116,6 @@ class Books:
         """Of the tokens, per action: when its last attempt was charged, and how much."""
         self.charged_before: list[tuple[float, int]] = []
         """The same of what is over."""
-        self.changed_at: dict[str, float] = dict.fromkeys(self.total, 0.0)
-        """When units last came back, or the total changed ..."""
-        self.looked_at = dict(self.changed_at)
-        """... with an event that is over, so that all who waited for the pool were looked at since."""
         self.memory_max = 4096
         """The most that a node ever had."""
 
@@ -168,7 +163,7 @@ class Books:
         assert all(cell < self.total[name] for cell in cells)
         self.cells[name][holder] = cells
 
-    def give_back(self, grant: Grant, now: float, riders: list[Grant]) -> None:
+    def give_back(self, grant: Grant, riders: list[Grant]) -> None:
         """`riders` are the other live grants of the same batch: the last of them frees the devices."""
         for share in grant.shares:
             name = share.pool
@@ -181,7 +176,6 @@ class Books:
                     continue
             self.held[name].pop(holder, None)
             self.cells[name].pop(holder, None)
-            self.changed_at[name] = now
 
 
 def window_of(at: float) -> int:
@@ -222,7 +216,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         effects = self.scheduler.handle(event, self.now if now is None else now)
         for effect in effects:
             self.carry_out(effect, event, elders)
-        self.books.looked_at = dict(self.books.changed_at)
         self.scheduler.check()
         return effects
 
@@ -238,8 +231,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert more <= max(0, self.books.free(effect.pool)), f"{effect} oversells"
             held[effect.action] = effect.reserved
             assert any(share.pool == effect.pool for share in grant.shares)
-            if more < 0:
-                self.books.changed_at[effect.pool] = self.now
         elif isinstance(effect, Stop):
             assert effect.action in self.granted and effect.action not in self.stopping
             self.stopping[effect.action] = None
@@ -292,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.books.correct(action, None, self.now)
         if grant is not None:
             riders = [other for other in self.granted.values() if other.batch and other.batch == grant.batch]
-            self.books.give_back(grant, self.now, riders)
+            self.books.give_back(grant, riders)
             self.late.append((action, grant.attempt))
 
     # ---- the bound on waiting ----
@@ -316,8 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for elder, (name, units, submitted_at) in elders.items():
             if name != pool or elder == action.id or elder not in self.live or elder in self.granted:
                 continue
-            looked_at_since = self.books.looked_at[pool] >= submitted_at + LIMITS.ageing_s
-            if submitted_at < self.live[action.id][1] and self.books.free(pool) < units and looked_at_since:
+            if submitted_at < self.live[action.id][1] and self.books.free(pool) < units:
                 raise AssertionError(
                     f"{action.id} takes from {pool}, which {elder} has waited for since {submitted_at}"
                 )
@@ -474,7 +464,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         numa = tuple(int(units * share) for units in pool.numa)
         total = sum(numa) if numa else int(pool.total * share)
         self.books.total[pool.name] = total
-        self.books.changed_at[pool.name] = self.now
         if pool.kind == MEMORY:
             self.books.memory_max = max(self.books.memory_max, total)
         self.send(PoolChanged(pool=Pool(kind=pool.kind, node=pool.node, total=total, window=pool.window, numa=numa)))

@@ -481,8 +481,10 @@ def test_elastic_gaps_are_exponential():
     assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.05)
 
 
-def test_elastic_actions_say_their_speedup_and_may_take_all_units():
+def test_elastic_actions_say_their_speedup_and_may_take_half_of_the_units_unless_told():
     for step in all_steps(build("elastic", batch=20, seed=0, units=8, exponent=0.5), "reward"):
         assert step.demand.speedup == step.speedup == PowerLaw(0.5)
-        assert step.demand.pools[CPU].max == 8_000
+        assert step.demand.pools[CPU].max == 4_000
         assert step.busy == 1.0
+    whole = build("elastic", batch=1, seed=0, units=8, cores_max=8)
+    assert all(step.demand.pools[CPU].max == 8_000 for step in all_steps(whole, "reward"))

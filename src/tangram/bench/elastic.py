@@ -7,7 +7,7 @@ points; those of model requests, which vary less, are printed beside. A load of 
 action is ever sped up.
 
 The second part repeats the ablation of the publication, the elastic algorithm against a fixed degree of parallelism,
-on the `coding` workload: 5 nodes of 256 cores, rewards elastic from 1 to 32, batches of 256 and 1280.
+on the `coding` workload: 5 nodes of 256 cores, rewards elastic from 0.5 to 32 cores, batches of 256 and 1280.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tangram.sim.size import Size
 
 BATCHES = {"coding": 128, "search": 64, "teachers": 1024, "mixed": 384, "elastic": 1000}
-"""Trajectories when --batch is not given: a comparison over three seeds then takes seconds."""
+"""Trajectories when --batch is not given: a comparison over five seeds then takes seconds."""
 UNITS = 32
 """Cores that independent rewards arrive for, at their load, unless --option units says otherwise."""
 SEEDS = 5
@@ -140,7 +140,7 @@ def whole_numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
 
 
 def seeds_of(text: str, source: Source) -> tuple[int, ...]:
-    """`3` is 0, 1, 2; a comma makes it a list. By default one for a trace that is played as it is, else three."""
+    """`3` is 0, 1, 2; a comma makes it a list. By default one for a trace that is played as it is, else five."""
     if not text:
         return (0,) if source.traces and source.batch is None else tuple(range(SEEDS))
     if "," in text:

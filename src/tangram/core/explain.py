@@ -41,17 +41,19 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
 
 
 def _where(entry: Entry) -> str:
-    assert entry.grant is not None
-    return ", ".join(f"{_amount(share.pool, share.reserved)} of {share.pool}" for share in entry.grant.shares)
+    return ", ".join(f"{_amount(held.pool.kind, held.units)} of {held.pool.name}" for held in entry.holdings)
 
 
 def _blocker(scheduler: Scheduler, entry: Entry) -> Entry | None:
     """Somebody who goes before it and has closed one of its pools."""
     queue, now = scheduler.queue, scheduler.snapshot.now
-    for waiters in [queue.of_pool(pool) for pool in _pools(scheduler, entry)]:
-        for blocker in waiters.blockers.values():
-            if blocker is not entry and queue.goes_before(blocker, entry, now):
-                return blocker
+    closed = [queue.of_pool(pool) for pool in _pools(scheduler, entry)]
+    if not entry.node:
+        closed.extend(queue.of_kind(kind) for kind, _ in _needs(entry))
+    for waiters in closed:
+        blocker = queue.closed_by(waiters, entry, now)
+        if blocker is not None:
+            return blocker
     return None
 
 

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from tangram.core.demand import CPU, GPU, LEARNED, MEMORY, Need
+from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
 from tangram.core.messages import NodeState, Pool
 from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, level_of
 from tangram.errors import InvalidConfig, InvariantError
@@ -117,6 +117,10 @@ class PoolState:
             elif len(cells) > 1:
                 # Units that were taken before lie in no cell: the cells then have more room than the pool, never less.
                 self.place = Cells(cells)
+
+    def is_tight(self, units: int) -> bool:
+        """CPU: are few units free, while elastic actions could give some?"""
+        return self.elastic_held > self.elastic_min and self.free < max(CORE, 2 * units)
 
     def fits(self, units: int) -> bool:
         if self.free < units:

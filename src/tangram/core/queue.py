@@ -6,12 +6,14 @@ on the same node, so that what stops its first action stops them all; the cost o
 lanes, not with the actions that wait in them.
 
 The order of all that wait, from which `goes_before` follows: elders by arrival; then the runs, from the smallest share
-up; within a run the aged by arrival, then by priority, the policy's key and arrival. It is total at every moment, so
+up, of equal ones the one served longest ago; within a run the aged by arrival, then by priority, the policy's key and
+arrival. It is total at every moment, so
 the first of it is behind nobody, and a pool that is closed is closed for somebody who can get it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,6 +34,9 @@ STALE_SPARE = 64
 ELDER_FACTOR = 2.0
 """Past this many times `ageing_s` an action goes before everything submitted later, of whatever run. Without it a run
 with a large share elsewhere could wait for ever on a pool that poorer runs keep busy."""
+
+NEVER = 1_000_000_000
+"""Runs that were never served are numbered from minus this up: all of them before all that were."""
 
 LaneKey = tuple[tuple[Need, ...], str, str, str]
 """Needs in coarse amounts, the elastic kind, the node and the service."""
@@ -61,7 +66,7 @@ class Entry:
         "action", "attempts", "closed", "done_s", "elastic", "estimate", "estimated_at", "fifo_lane", "grant",
         "granted_at", "heap_lane", "holdings", "key", "lane", "limit", "needs", "place", "progress_at", "reserved",
         "restoring", "review_s", "run", "seq", "speed", "started_at", "state", "stop", "stranded_at", "submitted_at",
-        "target", "unit_s", "width",
+        "target", "unit_s", "wanted", "width",
     )  # fmt: skip
 
     def __init__(self, action: Action, run: Run, place: Place | None, seq: int, now: float):
@@ -82,6 +87,8 @@ class Entry:
         """Since when no pool could hold it."""
         self.estimate: Estimate | None = None
         self.estimated_at = 0.0
+        self.wanted = 0
+        """Milli-cores that the policy would reserve by that estimate, while it waits; 0: not asked yet."""
         self.lane: Lane | None = None
         """Where it waits."""
         self.heap_lane: Lane | None = None
@@ -145,10 +152,16 @@ class Entry:
 class Lane:
     """Waiting actions of one run with equal needs on one node, of one service."""
 
-    __slots__ = ("behind", "blocked_on", "elastic", "fifo", "heap", "kinds", "node", "run", "service", "waiting")
+    __slots__ = (
+        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "heap", "kinds", "least", "node", "run", "service",
+        "waiting",
+    )  # fmt: skip
 
-    def __init__(self, run: Run, kinds: tuple[str, ...], elastic: str, node: str, service: str) -> None:
+    def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
+        needs, elastic, node, service = key
         self.run = run
+        self.least = 1 << (needs[0][1] - 1) if len(needs) == 1 and needs[0][1] > 0 else 0
+        """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
         self.service = service
         self.kinds = kinds
         self.elastic = elastic
@@ -162,6 +175,8 @@ class Lane:
         """Where it is registered until something changes there; empty: it is open."""
         self.behind = False
         """It was set aside because others go before it, not only because units are in use."""
+        self.aged_seq = 0
+        """The aged action that was its oldest when it was set aside last, which has closed what it lacks."""
 
     def push(self, entry: Entry) -> None:
         """It waits here, or does so again in its old turn."""
@@ -234,12 +249,14 @@ class Waiters:
 class Run:
     """One tenant of fair share."""
 
-    __slots__ = ("lanes", "name", "number", "open", "usage", "waiting")
+    __slots__ = ("lanes", "name", "open", "served", "usage", "waiting")
 
     def __init__(self, name: str, number: int, usage: RunUsage) -> None:
         self.name = name
-        self.number = number
         self.usage = usage
+        self.served = number - NEVER
+        """Which of all starts was the last of one of its actions. Of runs with equal shares the one served longest ago
+        goes first: where an action takes a whole pool, all shares are equal whenever it is free."""
         self.lanes: dict[LaneKey, Lane] = {}
         self.open: dict[int, Lane] = {}
         """Lanes in which somebody waits and that nothing is known to block."""
@@ -267,10 +284,13 @@ class Queue:
     def __init__(self, ledger: Ledger, ageing_s: float) -> None:
         self._ledger = ledger
         self.ageing_s = ageing_s
+        self._ageing_at = math.inf
+        """Up to this time no action that is not known to have aged has done so."""
         self.runs: dict[str, Run] = {}
         self.active: dict[str, Run] = {}
         """Runs with an open lane."""
         self.waiting = 0
+        self._starts = 0
         self.changed: dict[str, PoolState] = {}
         """CPU pools whose free units or elastic actions changed since the last round."""
         self._of_pool: dict[str, Waiters] = {}
@@ -282,6 +302,11 @@ class Queue:
             run = self.runs[name] = Run(name, len(self.runs), self._ledger.new_usage())
         return run
 
+    def serve(self, run: Run) -> None:
+        """One of its actions starts."""
+        self._starts += 1
+        run.served = self._starts
+
     # ---- coming and going ----
 
     def enqueue(self, entry: Entry) -> None:
@@ -290,15 +315,15 @@ class Queue:
         lane = run.lanes.get(key)
         if lane is None:
             kinds = tuple([kind for kind, _ in entry.needs])
-            lane = run.lanes[key] = Lane(run, kinds, entry.elastic, node, entry.action.service)
+            lane = run.lanes[key] = Lane(run, kinds, key)
         lane.push(entry)
         run.waiting += 1
         self.waiting += 1
         if not lane.blocked_on:
             self._open(lane)
-        if entry.elastic == CPU:
+        if CPU in lane.kinds:
             for pool in self._ledger.kinds[CPU].values():
-                if node in ("", pool.node):
+                if node in ("", pool.node) and (entry.elastic == CPU or pool.is_tight(lane.least)):
                     self.changed[pool.name] = pool
 
     def dequeue(self, entry: Entry) -> None:
@@ -336,7 +361,7 @@ class Queue:
             waiters = self._of_kind[kind] = Waiters()
         return waiters
 
-    def set_aside(self, lane: Lane, lack: Lack) -> None:
+    def set_aside(self, lane: Lane, lack: Lack, now: float) -> None:
         """Close an open lane until something changes where it lacks.
 
         The order changes with time and shares, and nobody is woken by that. So it may be that those who go before it
@@ -349,6 +374,11 @@ class Queue:
         lane.blocked_on = tuple(lack.waiters)
         for waiters in lack.waiters:
             waiters.lanes[id(lane)] = lane
+        oldest = lane.oldest()
+        if oldest.submitted_at + self.ageing_s <= now:
+            lane.aged_seq = oldest.seq
+        elif oldest.submitted_at + self.ageing_s < self._ageing_at:
+            self._ageing_at = oldest.submitted_at + self.ageing_s
         lane.behind = bool(lack.behind)
         for blocker in lack.behind:
             ahead = blocker.lane
@@ -363,15 +393,17 @@ class Queue:
             self.changed[pool.name] = pool
         waiters = self._of_pool.get(pool.name)
         if waiters is not None and waiters.lanes:
-            self._open_all(waiters)
+            self._open_all(waiters, pool.free)
         waiters = self._of_kind.get(pool.kind)
         if waiters is not None and waiters.lanes:
-            self._open_all(waiters)
+            self._open_all(waiters, pool.free)
 
-    def _open_all(self, waiters: Waiters) -> None:
+    def _open_all(self, waiters: Waiters, free: float = math.inf) -> None:
+        """Those that `free` units could be enough for."""
         for lane in list(waiters.lanes.values()):
-            self._unblock(lane)
-            self._open(lane)
+            if lane.least <= free:
+                self._unblock(lane)
+                self._open(lane)
 
     def _unblock(self, lane: Lane) -> None:
         for waiters in lane.blocked_on:
@@ -391,6 +423,29 @@ class Queue:
         """Has it waited so long that nothing later of its run overtakes it?"""
         return entry.submitted_at <= now - self.ageing_s
 
+    def newly_aged(self, now: float) -> list[Lane]:
+        """Lanes, open again, whose oldest action has aged since they were looked at last; by its arrival.
+
+        Ageing comes with time, which wakes nobody. These are to be looked at before anything else starts.
+        """
+        if now < self._ageing_at:
+            return []
+        self._ageing_at = math.inf
+        found: list[Lane] = []
+        for run in self.runs.values():
+            for lane in run.lanes.values():
+                if not lane.waiting:
+                    continue
+                oldest = lane.oldest()
+                if oldest.submitted_at + self.ageing_s > now:
+                    self._ageing_at = min(self._ageing_at, oldest.submitted_at + self.ageing_s)
+                elif oldest.seq != lane.aged_seq:
+                    found.append(lane)
+        for lane in found:
+            self._unblock(lane)
+            self._open(lane)
+        return sorted(found, key=lambda lane: lane.oldest().seq)
+
     def goes_before(self, first: Entry, second: Entry, now: float) -> bool:
         elder_since = now - ELDER_FACTOR * self.ageing_s
         if first.submitted_at <= elder_since:
@@ -399,9 +454,9 @@ class Queue:
             return False
         if first.run is not second.run:
             mine, theirs = first.run.usage.share, second.run.usage.share
-            return (mine, first.run.number) < (theirs, second.run.number)
+            return mine < theirs or (mine == theirs and first.run.served < second.run.served)
         aged_since = now - self.ageing_s
-        return _turn(first, aged_since) < _turn(second, aged_since)
+        return _rank(first, aged_since) < _rank(second, aged_since)
 
     def closed_by(self, waiters: Waiters, entry: Entry, now: float) -> Entry | None:
         """Somebody who goes before it and has closed this, if there is anybody."""
@@ -469,7 +524,7 @@ def _lane_key(entry: Entry, node: str) -> LaneKey:
     return tuple(needs), entry.elastic, node, entry.action.service
 
 
-def _turn(entry: Entry, aged_since: float) -> tuple[int, int, float, int]:
+def _rank(entry: Entry, aged_since: float) -> tuple[int, int, float, int]:
     if entry.submitted_at <= aged_since:
         return 0, 0, 0.0, entry.seq
     return 1, -entry.action.priority, entry.key, entry.seq

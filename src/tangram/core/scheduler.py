@@ -261,6 +261,7 @@ class Scheduler:
         entry.speed = 1.0
         entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
         self._move(entry, State.STARTING)
+        self.queue.serve(entry.run)
         self._effects.append(Start(action=entry.action, grant=entry.grant))
 
     def _adjust(self, decision: Adjust) -> None:

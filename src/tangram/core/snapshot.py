@@ -70,6 +70,7 @@ class Snapshot:
         if estimate is None or (entry.lane is not None and self.now - entry.estimated_at > ESTIMATE_FRESH_S):
             estimate = entry.estimate = self._scheduler.knowledge.estimate(entry.action)
             entry.estimated_at = self.now
+            entry.wanted = 0
         return estimate
 
     def running(self, pool: PoolState) -> dict[str, Entry]:
@@ -132,7 +133,10 @@ class Snapshot:
 
     def reserve(self, entry: Entry, pool: PoolState) -> int:
         """Milli-cores to reserve on this pool for an action of which nobody declared its CPU."""
-        wanted = self._scheduler.policy.reserve(entry, self)
+        self.estimate(entry)
+        wanted = entry.wanted
+        if not wanted or entry.lane is None:
+            wanted = entry.wanted = self._scheduler.policy.reserve(entry, self)
         return max(1, min(wanted, entry.action.demand.pools[CPU].max, pool.total))
 
     def seconds(self, entry: Entry, pool: PoolState, units: int) -> float:
@@ -159,13 +163,16 @@ class Snapshot:
         return count
 
     def waiting_counts(self, pool: PoolState) -> tuple[int, int]:
-        """How many actions wait for this pool that are elastic in it, and how many that are not."""
+        """How many actions wait for this pool that are elastic in it, and how many others for lack of its units."""
         elastic = rigid = 0
         for lane in self._queue.lanes(pool):
             if lane.elastic == pool.kind:
                 elastic += lane.waiting
-            else:
-                rigid += lane.waiting
+                continue
+            first = lane.first()[3]
+            for kind, units in first.needs:
+                if kind == pool.kind and (self.reserve(first, pool) if units == LEARNED else units) > pool.free:
+                    rigid += lane.waiting
         return elastic, rigid
 
     def waiting_elastic(self, pool: PoolState, most: int) -> list[Entry]:
@@ -222,6 +229,9 @@ class Snapshot:
     def candidates(self) -> Iterator[Candidate]:
         """Waiting actions that fit at their minimum, in fair order. One that is passed over waits on."""
         queue, strict = self._queue, self._scheduler.policy.strict
+        for lane in queue.newly_aged(self.now):
+            if self.fit(lane.oldest()) is None:
+                self._leave_waiting(lane, lane.oldest(), None)
         active = queue.active
         while active:
             lane, entry, aged = self._head(self._poorest(active))
@@ -232,16 +242,18 @@ class Snapshot:
                     continue
             elif self._short is not None and not aged and not strict:
                 # The usual case, made short: units are in use, and nobody is kept from them.
-                queue.set_aside(lane, Lack((queue.of_pool(self._short),)))
+                queue.set_aside(lane, Lack((queue.of_pool(self._short),)), self.now)
                 continue
             self._leave_waiting(lane, entry, node)
 
     def _poorest(self, active: dict[str, Run]) -> Run:
-        """The run with the smallest weighted dominant share; ties go to the one that became active first."""
+        """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
         best: Run | None = None
+        least = math.inf
         for run in active.values():
-            if best is None or run.usage.share < best.usage.share:
-                best = run
+            share = run.usage.share
+            if best is None or share < least or (share == least and run.served < best.served):
+                best, least = run, share
         assert best is not None
         return best
 
@@ -276,7 +288,7 @@ class Snapshot:
         in_order = self._scheduler.policy.strict or self._queue.is_aged(entry, self.now)
         if in_order and self._ledger.could_hold(entry.needs, entry.node, entry.memory):
             self._queue.close(entry, lack, self.now)
-        self._queue.set_aside(lane, lack)
+        self._queue.set_aside(lane, lack, self.now)
 
     def _passed_over(self, entry: Entry, node: str) -> Lack:
         """Where an action that the policy left waiting is tried again. An idle pool is never withheld."""

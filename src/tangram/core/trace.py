@@ -1,6 +1,6 @@
 """The trace: every event that went into a scheduler and every effect that came out, one JSON line each.
 
-Owns the format, its reading and writing, replay and stories. Line 1 is a header with pools, limits and policy; each
+Owns the format, its reading and writing, and stories. Line 1 is a header with pools and policy; each
 further line is `{"t": seconds, "seq": n, "cause": n, "message": {...}}`, where `cause` is the `seq` of the event that
 an effect answers (for an event its own).
 """

@@ -27,7 +27,7 @@ from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
 from tangram.sim.record import is_recording, load_recording
 from tangram.sim.workloads import elastic, options
-from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY
+from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY, REWARD_CORES_MIN
 from tangram.sim.workloads.fit import SECONDS_MIN, stream
 
 CODING_COLUMNS = (
@@ -263,7 +263,7 @@ def _reward_turns(
     if path is None:
         return [()] * count
     tasks = list(_read_rewards(path).items())
-    demand = Demand({CPU: cores(1, cores_max)})
+    demand = Demand({CPU: cores(REWARD_CORES_MIN, cores_max)})
     law = PowerLaw(exponent)
     task_picks = _picks(-(-count // group), len(tasks), seed, "task")
     places = stream("trace", seed, "run").random(count).tolist()

@@ -54,8 +54,10 @@ RESIZES_MAX = 16
 CROWD_MAX = 48
 """Waiting actions that take part in the division; with more, everybody is at its minimum anyway."""
 EVEN_FACTOR = 0.6
-"""Without resizing: an action that speeds up well takes up to this times p / (1 - p) even parts. p / (1 - p) is the
-optimum when every unit has the same price; a little less leaves room for whoever comes next."""
+"""Without resizing: an action that speeds up well takes this times p / (1 - p) even parts. p / (1 - p) is the optimum
+when every unit has the same price; a little less leaves room for whoever comes next."""
+EVEN_MIN = 1.2
+"""Even parts that every action takes at least, since some of those present are about to leave."""
 LOAD_MIN = 0.05
 """Offered load taken for granted when sizing without resizing."""
 RETRY_S = 1.0
@@ -98,18 +100,22 @@ class Adaptive:
         for entry in snapshot.due(REVIEWS_MAX):
             yield self._review(snapshot, entry)
         targets: dict[str, float] = {}
-        pools = list(snapshot.changed.values())
-        if self.resize:
-            for pool in pools:
-                self._divide(snapshot, pool, targets)
-                if targets:
-                    yield from self._shrink(snapshot, pool, targets)
+        pools = list(snapshot.changed.values()) if self.resize else []
+        crowded = [pool for pool in pools if self._divide(snapshot, pool, targets)]
+        for pool in pools:
+            if targets:
+                yield from self._shrink(snapshot, pool, targets)
         for candidate in snapshot.candidates():
             decision = self._begin(snapshot, candidate, targets)
             if decision is not None:
                 yield decision
-        if targets:
-            for pool in pools:
+        for pool in pools:
+            if pool in crowded:
+                if pool.free < CORE or not pool.elastic_held or snapshot.waiting(pool):
+                    continue
+                # The crowd has what it came for: what it leaves is divided anew.
+                self._divide(snapshot, pool, targets)
+            if targets:
                 yield from self._grow(snapshot, pool, targets)
 
     def _begin(self, snapshot: Snapshot, candidate: Candidate, targets: dict[str, float]) -> Decision | None:
@@ -171,26 +177,27 @@ class Adaptive:
         exponent = snapshot.estimate(entry).exponent
         waiting, _ = snapshot.waiting_counts(pool)
         present = max(1, waiting + len(snapshot.running(pool)))
-        even = pool.total / present * max(1.0, EVEN_FACTOR * exponent / (1.0 - exponent))
+        even = pool.total / present * max(EVEN_MIN, EVEN_FACTOR * exponent / (1.0 - exponent))
         load = max(LOAD_MIN, snapshot.offered(CPU) / max(pool.total, 1))
         steady = cpu.min * max(1.0, float(load ** (-1.0 / (1.0 - exponent))))
         return max(even, min(steady, room / max(1, waiting)))
 
-    def _divide(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> None:
-        """heSRPT over the elastic actions that run and wait on this pool: milli-cores per action, into `targets`."""
+    def _divide(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> bool:
+        """heSRPT over the elastic actions that run and wait on this pool: milli-cores per action, into `targets`.
+        True if there is a crowd instead."""
         elastic, rigid = snapshot.waiting_counts(pool)
         if rigid or elastic * CORE >= pool.total:
-            # A crowd: everybody is at its minimum, and who is not yet, shrinks to it.
+            # Everybody is at its minimum, and who is not yet, shrinks to it.
             if pool.elastic_held > pool.elastic_min:
                 for entry in snapshot.running(pool).values():
                     targets[entry.id] = float(entry.action.demand.pools[CPU].min)
-            return
+            return True
         if not elastic and not pool.elastic_held:
-            return
+            return False
         running = list(snapshot.running(pool).values())
-        waiting = snapshot.waiting_elastic(pool, CROWD_MAX) if elastic else []
-        minimum = [float(entry.action.demand.pools[CPU].min) for entry in running] + [0.0] * len(waiting)
         units = max(float(pool.elastic_min), pool.free + pool.elastic_held - snapshot.headroom(pool))
+        waiting = self._joining(snapshot, pool, units - pool.elastic_min) if elastic else []
+        minimum = [float(entry.action.demand.pools[CPU].min) for entry in (*running, *waiting)]
         sizes, exponents, maximum = [], [], []
         for entry in running:
             estimate = snapshot.estimate(entry)
@@ -205,6 +212,18 @@ class Adaptive:
         shares = hesrpt_shares(sizes, exponents, units, minimum, maximum)
         for entry, share in zip(running + waiting, shares, strict=True):
             targets[entry.id] = share
+        return False
+
+    def _joining(self, snapshot: Snapshot, pool: PoolState, room: float) -> list[Entry]:
+        """The waiting elastic actions, smallest first, whose minima fit beside those of the running ones."""
+        joining = []
+        for entry in sorted(snapshot.waiting_elastic(pool, CROWD_MAX), key=lambda entry: (entry.key, entry.seq)):
+            least = entry.action.demand.pools[CPU].min
+            if least > room:
+                break
+            room -= least
+            joining.append(entry)
+        return joining
 
     def _shrink(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
         for entry in list(snapshot.running(pool).values()):
@@ -216,8 +235,6 @@ class Adaptive:
 
     def _grow(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
         left = RESIZES_MAX
-        if not pool.free:
-            return
         for entry in list(snapshot.running(pool).values()):
             target = min(int(targets.get(entry.id, 0)), entry.width, entry.reserved + pool.free)
             if target > entry.reserved * (1.0 + RESIZE_SHARE) and entry.stop is None and left:

@@ -8,14 +8,14 @@ the batch size.
 Fitted to measurements of real agents (left: the measured range; right: the exact value of the fit):
 
     calls per trajectory        mean 29-59, p95 60-118                       44, 92
-    think before a call         p50 1.8-3.7 s, p95 6-17 s                    2.6, 9.7
+    think before a call         p50 1.8-3.7 s, p95 6-17 s                    3.1, 11.6
     call duration               p50 0.06-0.12, p90 1.8-2.3, p95 4-5.5 s      0.075, 2.1, 4.7
                                 p99 73-120, max 360, mean 2.7-3.1, CV 5-6    110, 360, 2.8, 5.6
     test commands               p50 1.2-2.1, p95 20-29, p99 110-120 s        1.3, 24, 120
                                 70 % of shell time                           70 %
     class median within 2x      0.65-0.77 of the calls                       0.71
-    cores while tools run       0.14-0.43, peak of a trajectory 1 (p50)-12   0.34, 1.0-12
-    tools busy                  36-52 % of a span of 165-468 s               44 % of 280 s
+    cores while tools run       0.14-0.43, peak of a trajectory 1 (p50)-12   0.26, 1.0-12
+    tools busy                  36-52 % of a span of 165-468 s               39 % of 312 s
     container start             p50 0.45, p90 2.1, p99 5.3 s                 0.45, 2.05, 5.2
     reward                      p50 5.7, p95 63, p99 120 s                   5.7, 63, 120
                                 mean 17, CV 2.1; 0.5 sigma of log in a group 17, 2.1; 0.5

@@ -1,0 +1,421 @@
+"""The queue: fair share over runs, ageing, elders, and pools that are closed to those behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tangram.core.action import Action, Usage
+from tangram.core.demand import Demand, cores, fixed, learned
+from tangram.core.messages import (
+    Cancel,
+    Effect,
+    Finished,
+    NodeChanged,
+    NodeState,
+    Pool,
+    PoolChanged,
+    Reserve,
+    RunChanged,
+    Settle,
+    Start,
+    Started,
+    Submit,
+    cpu_node,
+)
+from tangram.core.policies import policy
+from tangram.core.queue import ELDER_FACTOR, STALE_SPARE
+from tangram.core.scheduler import Limits, Scheduler
+from tangram.errors import InvariantError
+
+Make = Callable[..., Any]
+
+NODE = cpu_node("n0", 4)
+API = Pool(kind="api", total=4)
+ONE, TWO, THREE, FOUR = ({"cpu": cores(count)} for count in (1, 2, 3, 4))
+
+
+# ---- order within a run -----------------------------------------------------------------------------------------
+
+
+def test_higher_priority_goes_first_within_a_run_and_arrival_breaks_ties(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("all", FOUR)
+    c.submit("a", TWO)
+    c.submit("b", TWO, priority=1)
+    c.submit("c", TWO, priority=1)
+    c.run("all")
+    assert c.starts() == ["b", "c"]
+
+
+def test_a_priority_means_nothing_to_another_run(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("all", FOUR, run="x")
+    c.submit("a", FOUR, run="x", priority=100)
+    c.submit("b", FOUR, run="y")
+    c.run("all")
+    assert c.starts() == ["b"], "it is the turn of y"
+
+
+def test_a_size_aware_policy_lets_short_actions_go_first_and_others_pass_what_does_not_fit(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive")
+    c.submit("all", FOUR, duration_s=1.0)
+    c.submit("long", TWO, duration_s=100.0)
+    c.submit("wide", FOUR, duration_s=1.0)
+    c.submit("short", TWO, duration_s=1.0)
+    c.run("all")
+    assert c.starts() == ["short", "long"]
+
+
+# ---- fair share -------------------------------------------------------------------------------------------------
+
+
+def test_the_run_with_the_smaller_share_goes_first(cluster: Make) -> None:
+    c = cluster(*NODE)
+    for number in range(8):
+        c.submit(f"x{number}", ONE, run="x")
+    for number in range(4):
+        c.submit(f"y{number}", ONE, run="y")
+    order = []
+    for number in range(4):
+        c.run(f"x{number}")
+        order.extend(c.starts())
+    assert order == ["y0", "y1", "x4", "x5"], "until each has half"
+
+
+def test_weights_divide_a_pool_in_their_ratio(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.send(RunChanged(run="x", weight=3.0))
+    c.submit("all", FOUR, run="z")
+    for number in range(4):
+        c.submit(f"x{number}", ONE, run="x")
+        c.submit(f"y{number}", ONE, run="y")
+    c.run("all")
+    assert sorted(c.starts()) == ["x0", "x1", "x2", "y0"]
+
+
+def test_the_dominant_resource_decides_whose_turn_it_is(cluster: Make) -> None:
+    c = cluster(*NODE, API)
+    c.submit("calls", {"api": fixed(3)}, run="caller")
+    c.submit("cores", {"cpu": cores(2)}, run="computer")
+    c.submit("all", TWO, run="other")
+    c.submit("b", TWO, run="caller")
+    c.submit("a", TWO, run="computer")
+    c.run("all")
+    assert c.starts() == ["a"], "half of the cores is less than three quarters of the calls"
+
+
+def test_a_run_alone_gets_everything(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("y", ONE, run="y")
+    for number in range(3):
+        c.submit(f"x{number}", ONE, run="x")
+    assert len(c.running()) == 4
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    ends=st.lists(st.integers(0, 999), min_size=10, max_size=60),
+    name=st.sampled_from(["fcfs", "fixed:1", "paper", "adaptive"]),
+)
+def test_no_run_gets_ahead_of_a_waiting_one_by_more_than_the_action_that_starts(
+    weights: list[float], sizes: list[int], ends: list[int], name: str
+) -> None:
+    """The bound of fair share: whoever starts was the poorest of all runs that wait, so that afterwards its weighted
+    share exceeds that of no waiting run by more than its own action: share_i <= share_j + size_i / (total * weight_i).
+
+    A strict policy keeps a pool for the poorest run's next action until it fits. Under one that lets others pass, what
+    is not enough for that action goes to smaller ones, so there all sizes are equal."""
+    total = 12
+    if name == "adaptive":
+        sizes = sizes[:1]
+    scheduler = Scheduler(policy(name), (Pool(kind="api", total=total),), limits=Limits(ageing_s=1e9))
+    running: dict[str, int] = {}
+    shares, waiting, count = [0.0] * len(weights), [0] * len(weights), 0
+
+    def take(effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Settle):
+                run = int(effect.outcome.action.partition(".")[0])
+                shares[run] -= running.pop(effect.outcome.action) / total / weights[run]
+            elif isinstance(effect, Start):
+                run = int(effect.action.run)
+                assert shares[run] <= min(shares[j] for j in range(len(weights)) if waiting[j]) + 1e-9
+                running[effect.action.id] = effect.grant.shares[0].reserved
+                shares[run] += running[effect.action.id] / total / weights[run]
+                waiting[run] -= 1
+
+    def submit(run: int) -> None:
+        nonlocal count
+        demand = Demand({"api": fixed(sizes[count % len(sizes)])})
+        waiting[run] += 1
+        count += 1
+        action = Action(id=f"{run}.{count}", run=str(run), demand=demand, duration_s=1.0)
+        take(scheduler.handle(Submit(action=action), 0.0))
+
+    for run, weight in enumerate(weights):
+        scheduler.handle(RunChanged(run=str(run), weight=weight), 0.0)
+    for number in range(total * len(weights)):
+        submit(number % len(weights))
+    for end in ends:
+        action = list(running)[end % len(running)]
+        take(scheduler.handle(Started(action=action), 0.0))
+        take(scheduler.handle(Finished(action=action), 0.0))
+        submit(int(action.partition(".")[0]))
+
+
+def test_runs_whose_actions_take_a_whole_pool_take_turns(cluster: Make) -> None:
+    c = cluster(*NODE)
+    order = []
+    for number in range(6):
+        for run in "xyz":
+            c.submit(f"{run}{number}", FOUR, run=run)
+    while c.running():
+        order.extend(c.running())
+        c.run(c.running()[0])
+    assert [name[0] for name in order] == list("xyz") * 6
+
+
+# ---- ageing -----------------------------------------------------------------------------------------------------
+
+
+def test_past_ageing_no_later_action_of_its_run_overtakes(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive", ageing_s=10.0)
+    c.submit("held", THREE, duration_s=1.0)
+    c.submit("wide", FOUR, duration_s=1.0)
+    c.submit("small", ONE, duration_s=1.0)
+    assert c.starts() == ["small"], "it passes what does not fit"
+    c.started("held", "small")
+    c.now = 10.0
+    c.finished("small")
+    c.submit("late", ONE, duration_s=0.1)
+    assert c.starts() == [], "now the wide one has aged and keeps what it lacks"
+    c.submit("elsewhere", ONE, run="other", duration_s=0.1)
+    assert c.starts() == ["elsewhere"], "a poorer run is not held up by that"
+    c.finished("held")
+    assert c.starts() == []
+    c.run("elsewhere")
+    assert c.starts() == ["wide"]
+
+
+def test_among_the_aged_the_oldest_goes_first_whatever_its_size_or_priority(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive", ageing_s=10.0)
+    c.submit("all", FOUR, duration_s=1.0)
+    c.submit("old", FOUR, duration_s=100.0)
+    c.submit("short", FOUR, duration_s=1.0, priority=5)
+    c.started("all")
+    c.now = 10.0
+    c.finished("all")
+    assert c.starts() == ["old"]
+
+
+def test_an_aged_action_closes_only_the_pools_it_asks_for(cluster: Make) -> None:
+    c = cluster(*NODE, API, policy="adaptive", ageing_s=10.0)
+    c.submit("all", FOUR)
+    c.submit("aged", TWO)
+    c.now = 20.0
+    c.submit("call", {"api": fixed(1)})
+    assert c.starts() == ["call"]
+
+
+def test_an_aged_action_on_one_node_does_not_stop_its_run_on_another(cluster: Make) -> None:
+    c = cluster(*NODE, *cpu_node("n1", 4), policy="adaptive", ageing_s=10.0)
+    for box, node in (("here", "n0"), ("there", "n1")):
+        c.send(Reserve(sandbox=box, memory=0, node=node))
+    c.submit("all", THREE, sandbox="here")
+    c.submit("aged", FOUR, sandbox="here")
+    c.started("all")
+    c.now = 15.0
+    c.submit("late here", ONE, sandbox="here")
+    assert c.starts() == [], "the aged one has closed its pool"
+    c.submit("late there", ONE, sandbox="there")
+    assert c.starts() == ["late there"]
+
+
+def test_an_elder_goes_before_everything_later_of_whatever_run(cluster: Make) -> None:
+    """The wide action of a run with a large share elsewhere would wait for ever behind poorer runs."""
+    ageing_s = 10.0
+    c = cluster(*NODE, API, policy="adaptive", ageing_s=ageing_s)
+    c.submit("rich", {"api": fixed(4)}, run="rich")
+    for number in range(2):
+        c.submit(f"poor{number}", TWO, run="poor")
+        c.started(f"poor{number}")
+    c.submit("wide", FOUR, run="rich")
+    overtaken = []
+    number = 2
+    while "wide" not in c.running():
+        c.now += 3.0
+        c.submit(f"poor{number}", TWO, run="poor")
+        c.started(*c.starts())
+        c.finished(f"poor{number - 2}")
+        overtaken.extend((c.now, name) for name in c.starts() if name != "wide")
+        c.started(*c.starts())
+        number += 1
+        assert c.now < 60.0, c.explain("wide")
+    last = max(at for at, _ in overtaken)
+    assert ageing_s < last <= ELDER_FACTOR * ageing_s + 3.0, "until then a poorer run goes first, not longer"
+
+
+def test_two_elders_do_not_wait_for_each_other(cluster: Make) -> None:
+    c = cluster(*NODE, API, policy="adaptive", ageing_s=10.0)
+    c.submit("cores", FOUR, run="x")
+    c.submit("calls", {"api": fixed(4)}, run="y")
+    c.submit("a", {"cpu": cores(4), "api": fixed(4)}, run="x")
+    c.submit("b", {"cpu": cores(4), "api": fixed(4)}, run="y")
+    c.started("cores", "calls")
+    c.now = 100.0
+    c.finished("cores")
+    c.finished("calls")
+    assert c.starts() == ["a"]
+    c.run("a")
+    assert c.starts() == ["b"]
+
+
+# ---- closed pools -----------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_blocker_lets_those_behind_it_go(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("all", TWO)
+    c.submit("wide", FOUR)
+    c.submit("small", ONE)
+    assert c.running() == ["all"]
+    c.cancel("wide")
+    assert c.starts() == ["small"]
+
+
+def test_a_cancelled_blocker_on_one_node_lets_those_go_who_have_no_place_yet(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.send(Reserve(sandbox="box", memory=0, node="n0"))
+    c.submit("all", TWO)
+    c.submit("wide", FOUR, sandbox="box")
+    c.submit("small", ONE)
+    assert c.running() == ["all"]
+    c.cancel("wide")
+    assert c.starts() == ["small"]
+
+
+def test_an_action_without_hope_closes_nothing(cluster: Make) -> None:
+    c = cluster(*NODE, stranded_s=100.0)
+    c.submit("all", FOUR)
+    c.submit("wide", FOUR)
+    c.submit("small", ONE)
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=2000)))
+    assert c.starts() == [], "four cores are still held"
+    c.run("all")
+    assert c.starts() == ["small"], "no pool can hold the wide one now"
+    c.run("small")
+    c.send(PoolChanged(pool=NODE[0]))
+    assert c.starts() == ["wide"]
+
+
+def test_shares_that_change_while_two_wait_behind_each_other_do_not_stop_both(cluster: Make) -> None:
+    """Each of two actions has closed a pool; who goes first changes with the shares, of which nobody is told."""
+    c = cluster(*NODE, API, Pool(kind="other", total=4))
+    c.submit("cores", FOUR, run="x")
+    c.submit("calls", {"api": fixed(4)}, run="y")
+    c.submit("a", {"cpu": cores(4), "api": fixed(4)}, run="x")
+    c.submit("b", {"cpu": cores(4), "api": fixed(4)}, run="y")
+    c.send(RunChanged(run="x", weight=4.0))
+    c.run("cores")
+    c.send(RunChanged(run="x", weight=0.1))
+    c.submit("more", {"other": fixed(4)}, run="x")
+    c.run("calls")
+    assert c.starts() == ["b"], "x has more now"
+    c.run("b")
+    assert c.starts() == ["a"]
+
+
+def test_check_finds_a_lane_that_nobody_will_wake(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("all", FOUR)
+    c.submit("a", ONE)
+    lane = c.scheduler.entries["a"].lane
+    for waiters in lane.blocked_on:
+        waiters.lanes.clear()
+    with pytest.raises(InvariantError, match="will not wake it"):
+        c.scheduler.check()
+    lane.blocked_on = ()
+    with pytest.raises(InvariantError, match="neither open nor set aside"):
+        c.scheduler.check()
+
+
+# ---- lanes ------------------------------------------------------------------------------------------------------
+
+
+def test_amounts_are_lanes_by_powers_of_two(cluster: Make) -> None:
+    c = cluster(Pool(kind="tokens", total=100))
+    c.submit("all", {"tokens": fixed(100)})
+    for units in (1, 2, 3, 4, 5, 7, 8, 60, 63):
+        c.submit(f"a{units}", {"tokens": fixed(units)})
+    assert len(c.scheduler.queue.runs["default"].lanes) == 6
+    c.run("all")
+    assert c.starts() == ["a1", "a2", "a3", "a4", "a5", "a7", "a8", "a60"]
+
+
+def test_sandboxes_of_different_size_wait_in_different_lanes(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4, memory_gib=1.0), policy="adaptive")
+    for name, memory in (("big", 600), ("bigger", 1000), ("small", 100)):
+        c.send(Reserve(sandbox=name, memory=memory))
+    c.submit("a", ONE, sandbox="big")
+    c.submit("b", ONE, sandbox="bigger")
+    c.submit("c", ONE, sandbox="small")
+    assert c.starts() == ["c"], "it does not wait for the memory that another one lacks"
+
+
+def test_slots_of_those_who_left_do_not_pile_up(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive", ageing_s=1e9)
+    c.submit("all", FOUR, duration_s=1.0)
+    c.submit("first", FOUR, duration_s=100.0)
+    lane = c.scheduler.entries["first"].lane
+    for number in range(500):
+        c.submit(f"a{number}", FOUR, duration_s=1.0)
+        c.scheduler.handle(Cancel(action=f"a{number}"), 0.0)
+    assert lane.waiting == 1
+    assert max(len(lane.heap), len(lane.fifo)) <= 2 * lane.waiting + STALE_SPARE + 1
+
+
+def test_a_start_that_fails_puts_an_action_back_between_its_neighbours(cluster: Make) -> None:
+    c = cluster(Pool(kind="api", total=1))
+    for name in "abc":
+        c.submit(name, {"api": fixed(1)}, priority=1 if name == "b" else 0)
+    c.run("a")
+    assert c.starts() == ["b"]
+    c.submit("d", {"api": fixed(1)}, priority=1)
+    c.start_failed("b")
+    assert c.starts() == ["b"]
+    c.run("b")
+    assert c.starts() == ["d"]
+    c.run("d")
+    assert c.starts() == ["c"]
+
+
+def test_what_finished_costs_nothing_later(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive")
+    for number in range(300):
+        c.submit(f"a{number}", {"cpu": learned()}, timeout_s=5.0, deadline_s=1000.0, key=f"k{number % 3}")
+        c.scheduler.handle(Started(action=f"a{number}"), c.now)
+        c.now += 0.5
+        c.scheduler.handle(Finished(action=f"a{number}", usage=Usage(cpu_s=0.1)), c.now)
+    s = c.scheduler
+    assert (s.entries, s.grants.holding, s.queue.waiting) == ({}, {}, 0)
+    [lane] = s.queue.runs["default"].lanes.values()
+    assert max(len(lane.heap), len(lane.fifo)) <= STALE_SPARE
+    assert len(s._timers._heap) <= 600
+
+
+def test_a_draining_node_wakes_nobody_in_vain(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("a", FOUR)
+    c.submit("b", FOUR)
+    assert c.send(NodeChanged(node="n0", state=NodeState.DRAINING)) == [*c.effects]
+    assert c.starts() == []
+    c.run("a")
+    assert c.starts() == [], "a node that drains takes nobody without a sandbox there"
+    c.send(NodeChanged(node="n0", state=NodeState.UP))
+    assert c.starts() == ["b"]
