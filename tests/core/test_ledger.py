@@ -148,6 +148,32 @@ def test_devices_of_a_running_action_stay_taken_when_their_node_shrinks_around_t
     assert ledger.hold(gpu, 4, run).cells == (4, 5, 6, 7)
 
 
+def test_a_node_that_shrank_offers_chunks_for_its_free_units_only() -> None:
+    ledger, gpu = one(a_pool(GPU, 12, node="g0"))
+    run = ledger.new_usage()
+    ledger.hold(gpu, 4, run, [(8, 4)])
+    ledger.hold(gpu, 1, run, [(0, 1)])
+    ledger.change_pool(a_pool(GPU, 8, node="g0"), 0.0)
+    assert gpu.free == 3, "of the seven devices from 1 to 7 four wait for those beyond the last to be given back"
+    assert gpu.free_chunks() == (1, 1, 0, 0)
+
+
+def test_what_free_chunks_says_can_all_be_taken() -> None:
+    for before in range(1, 20):
+        for after in range(1, 20):
+            ledger, gpu = one(a_pool(GPU, before, node="g0"))
+            run = ledger.new_usage()
+            taken = [ledger.hold(gpu, 1, run) for _ in range(before)]
+            for holding in taken[: before // 2]:
+                ledger.give_back(holding)
+            ledger.change_pool(a_pool(GPU, after, node="g0"), 0.0)
+            counts_free = gpu.free_chunks()
+            for level in reversed(range(len(counts_free))):
+                for _ in range(counts_free[level]):
+                    ledger.hold(gpu, 1 << level, run)
+            assert not gpu.fits(1)
+
+
 def test_exclusive_cores_of_a_running_action_stay_taken_when_their_node_shrinks_around_them() -> None:
     ledger, core = one(a_pool(CORE_KIND, 4, node="n0"))
     run = ledger.new_usage()

@@ -140,6 +140,19 @@ class PoolState:
         assert isinstance(self.place, Chunks), self.name
         return self.place.peek(units, preferred).devices
 
+    def free_chunks(self) -> tuple[int, ...]:
+        """How many chunks of each level could all be granted now. A pool that shrank has more devices free than units:
+        then of the last chunks only the parts that the units are enough for."""
+        assert isinstance(self.place, Chunks), self.name
+        counts = list(self.place.free_counts())
+        units = max(0, self.free)
+        for level in reversed(range(len(counts))):
+            whole = min(counts[level], units >> level)
+            units -= whole << level
+            if whole < counts[level]:
+                return (*[units >> lower & 1 for lower in range(level)], whole, *counts[level + 1 :])
+        return tuple(counts)
+
     def available_at(self, units: int) -> float:
         """When a spent pool that lacks `units` now will have them, if nothing else is granted from it."""
         window = self.window

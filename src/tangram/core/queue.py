@@ -153,15 +153,17 @@ class Lane:
     """Waiting actions of one run with equal needs on one node, of one service."""
 
     __slots__ = (
-        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "heap", "kinds", "least", "node", "run", "service",
-        "waiting",
+        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "least", "node", "run",
+        "service", "waiting",
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
         needs, elastic, node, service = key
         self.run = run
-        self.least = 1 << (needs[0][1] - 1) if len(needs) == 1 and needs[0][1] > 0 else 0
+        self.floor = 1 << (needs[0][1] - 1) if len(needs) == 1 and needs[0][1] > 0 else 0
         """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
+        self.least = self.floor
+        """Units that must be free for its first action, while it is set aside for lack of them."""
         self.service = service
         self.kinds = kinds
         self.elastic = elastic
@@ -185,6 +187,8 @@ class Lane:
         if entry.heap_lane is not self:
             entry.heap_lane = self
             heappush(self.heap, (-entry.action.priority, entry.key, entry.seq, entry))
+            if self.heap[0][3] is entry:
+                self.least = self.floor
         if entry.fifo_lane is not self:
             entry.fifo_lane = self
             fifo = self.fifo
@@ -276,6 +280,8 @@ class Lack(msgspec.Struct, frozen=True):
     """The node that an action without a place waits for, if it does ..."""
     target_pools: Sequence[Waiters] = ()
     """... and the pools there, which it closes once it has aged."""
+    least: int = 0
+    """Of the only pool it asks for, the units that must be free for it; 0: not known."""
 
 
 class Queue:
@@ -323,7 +329,7 @@ class Queue:
             self._open(lane)
         if CPU in lane.kinds:
             for pool in self._ledger.kinds[CPU].values():
-                if node in ("", pool.node) and (entry.elastic == CPU or pool.is_tight(lane.least)):
+                if node in ("", pool.node) and (entry.elastic == CPU or pool.is_tight(lane.floor)):
                     self.changed[pool.name] = pool
 
     def dequeue(self, entry: Entry) -> None:
@@ -372,6 +378,7 @@ class Queue:
         if not run.open:
             del self.active[run.name]
         lane.blocked_on = tuple(lack.waiters)
+        lane.least = max(lane.floor, lack.least)
         for waiters in lack.waiters:
             waiters.lanes[id(lane)] = lane
         oldest = lane.oldest()
@@ -391,12 +398,14 @@ class Queue:
         """Something changed in a pool: the lanes that lacked it are open again."""
         if pool.kind == CPU and not pool.gone:
             self.changed[pool.name] = pool
+        # What lacks a quota says anew how long, so that it is looked at again in time.
+        free = pool.free if pool.window is None else math.inf
         waiters = self._of_pool.get(pool.name)
         if waiters is not None and waiters.lanes:
-            self._open_all(waiters, pool.free)
+            self._open_all(waiters, free)
         waiters = self._of_kind.get(pool.kind)
         if waiters is not None and waiters.lanes:
-            self._open_all(waiters, pool.free)
+            self._open_all(waiters, free)
 
     def _open_all(self, waiters: Waiters, free: float = math.inf) -> None:
         """Those that `free` units could be enough for."""

@@ -20,7 +20,6 @@ from tangram.core.ledger import PoolState
 from tangram.core.messages import NodeState
 from tangram.core.profile import Estimate
 from tangram.core.queue import Entry, Lack, Lane, Run, Waiters
-from tangram.core.topology import Chunks
 from tangram.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -124,12 +123,8 @@ class Snapshot:
         return self._ledger.pools
 
     def free_chunks(self) -> dict[str, tuple[int, ...]]:
-        """Per device pool, how many chunks of each size are free."""
-        return {
-            pool.name: pool.place.free_counts()
-            for pool in self._ledger.kinds.get(GPU, {}).values()
-            if isinstance(pool.place, Chunks)
-        }
+        """Per device pool, how many chunks of each size are free to be granted."""
+        return {pool.name: pool.free_chunks() for pool in self._ledger.kinds.get(GPU, {}).values()}
 
     def reserve(self, entry: Entry, pool: PoolState) -> int:
         """Milli-cores to reserve on this pool for an action of which nobody declared its CPU."""
@@ -170,8 +165,13 @@ class Snapshot:
                 elastic += lane.waiting
                 continue
             first = lane.first()[3]
+            # Those without a place may wait for memory instead; only the first of them is sure to want units now.
+            asking = 1 if first.memory else lane.waiting
             for kind, units in first.needs:
-                if kind == pool.kind and (self.reserve(first, pool) if units == LEARNED else units) > pool.free:
+                if (
+                    kind == pool.kind
+                    and asking * (self.reserve(first, pool) if units == LEARNED else units) > pool.free
+                ):
                     rigid += lane.waiting
         return elastic, rigid
 
@@ -242,9 +242,14 @@ class Snapshot:
                     continue
             elif self._short is not None and not aged and not strict:
                 # The usual case, made short: units are in use, and nobody is kept from them.
-                queue.set_aside(lane, Lack((queue.of_pool(self._short),)), self.now)
+                least = self._least(entry, self._short) if len(entry.needs) == 1 else 0
+                queue.set_aside(lane, Lack((queue.of_pool(self._short),), least=least), self.now)
                 continue
             self._leave_waiting(lane, entry, node)
+
+    def _least(self, entry: Entry, pool: PoolState) -> int:
+        units = entry.needs[0][1]
+        return self.reserve(entry, pool) if units == LEARNED else units
 
     def _poorest(self, active: dict[str, Run]) -> Run:
         """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
