@@ -30,6 +30,8 @@ EXPONENT_PRIOR_WEIGHT = 4.0
 """Evidence, in squared log-units, that outweighs the prior: about four runs at widths a factor e apart."""
 THROTTLED_SHARE = 0.9
 """An action that used this share of its limit was held back by it."""
+KIND_TOLD = 16.0
+"""So many observations of each key are told to its kind as well."""
 DURATION_FLOOR_S = 1e-4
 
 ClassKey = tuple[str, ...]
@@ -177,7 +179,8 @@ class Knowledge:
                 seconds_on_one = seconds * (speedup.at(units) if speedup else units**exponent)
         else:
             seconds_on_one = seconds
-        for profile in (exact, wider, kind):
+        # The kind speaks only for keys that are new; those seen often need not be told to it again.
+        for profile in (exact, wider, kind) if wider.seen < KIND_TOLD else (exact, wider):
             profile.observe_work(seconds_on_one)
             if cpu_s is not None:
                 profile.observe_cpu(cpu_s, seconds * max(units, 1.0) if elastic else seconds)

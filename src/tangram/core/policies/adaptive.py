@@ -184,7 +184,9 @@ class Adaptive:
 
     def _divide(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> bool:
         """heSRPT over the elastic actions that run and wait on this pool: milli-cores per action, into `targets`.
-        True if there is a crowd instead."""
+        True if there is a crowd instead, or nothing to divide."""
+        if pool.free < CORE and pool.elastic_held == pool.elastic_min:
+            return True
         elastic, rigid = snapshot.waiting_counts(pool)
         if rigid or elastic * CORE >= pool.total:
             # Everybody is at its minimum, and who is not yet, shrinks to it.
