@@ -356,7 +356,7 @@ class Snapshot:
         return not waiters.blockers or self._queue.closed_by(waiters, entry, self.now) is None
 
     def _best_node(self, entry: Entry, needs: list[Need]) -> str | None:
-        """Where it fits now and the scarcest of its resources is least used; a loaded service wins."""
+        """Where it fits now and leaves most of the scarcest of its resources; a loaded service wins."""
         kinds, states, queue = self._ledger.kinds, self._ledger.nodes, self._queue
         if entry.memory:
             needs = [*needs, (MEMORY, entry.memory)]
@@ -372,7 +372,7 @@ class Snapshot:
                 pool = kinds[kind].get(node)
                 if pool is None or not self._has(pool, units, entry):
                     break
-                score = min(score, pool.free / pool.total)
+                score = min(score, (pool.free - max(units, 0)) / pool.total)
             else:
                 if entry.action.service and self.resident_free(entry, node):
                     score += 1.0

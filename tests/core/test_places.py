@@ -1,0 +1,402 @@
+"""Places: sandboxes and their memory, the choice of a node, and nodes that join, drain, die and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tangram.core.action import Status
+from tangram.core.demand import cores, fixed, learned
+from tangram.core.messages import (
+    NodeChanged,
+    NodeState,
+    Pool,
+    PoolChanged,
+    Refuse,
+    Release,
+    Reserve,
+    Stop,
+    cpu_node,
+)
+from tangram.errors import InvariantError
+
+Make = Callable[..., Any]
+
+SMALL = cpu_node("small", 2, memory_gib=1.0)
+LARGE = cpu_node("large", 8, memory_gib=4.0)
+ONE, TWO, EIGHT = ({"cpu": cores(count)} for count in (1, 2, 8))
+POLICIES = ("fcfs", "paper", "adaptive")
+
+
+def box(name: str, memory: int = 100, **fields: Any) -> Reserve:
+    return Reserve(sandbox=name, memory=memory, **fields)
+
+
+# ---- memory for the life of a sandbox ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_action_picks_the_node_and_holds_the_memory_there(cluster: Make, policy: str) -> None:
+    c = cluster(*SMALL, *LARGE, policy=policy)
+    assert c.send(box("b", 500)) == []
+    assert (c.free("memory@small"), c.free("memory@large")) == (1024, 4096), "a reservation has no place yet"
+    c.submit("a", ONE, sandbox="b")
+    assert c.start("a").grant.node == "large", "there more is left of everything"
+    assert c.free("memory@large") == 3596
+    c.run("a")
+    assert c.free("memory@large") == 3596, "memory stays between actions"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_later_actions_stay_on_the_node_of_their_sandbox(cluster: Make, policy: str) -> None:
+    c = cluster(*SMALL, *LARGE, policy=policy)
+    c.send(box("b"))
+    c.submit("first", ONE, sandbox="b")
+    node = c.start("first").grant.node
+    c.run("first")
+    c.submit("fill", EIGHT)
+    assert c.start("fill").grant.node == node == "large"
+    c.submit("second", ONE, sandbox="b")
+    assert c.starts() == [], "the other node has room, but its files are here"
+    c.run("fill")
+    assert c.start("second").grant.node == node
+
+
+def test_actions_of_one_sandbox_that_wait_together_go_to_one_node(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 1, 1.0), *cpu_node("n1", 1, 1.0))
+    c.send(box("b"))
+    c.submit("x", ONE)
+    c.submit("y", ONE)
+    c.submit("first", ONE, sandbox="b")
+    c.submit("second", ONE, sandbox="b")
+    c.run("y")
+    assert c.starts() == ["first"]
+    c.run("x")
+    assert c.starts() == [], "the second waits for the node that the first has chosen"
+    c.run("first")
+    assert c.starts() == ["second"]
+
+
+def test_placement_balances_the_scarcest_resource(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4, 1.0), *cpu_node("n1", 4, 1.0))
+    nodes = []
+    for number in range(4):
+        c.send(box(f"b{number}", 250))
+        c.submit(f"a{number}", ONE, sandbox=f"b{number}")
+        nodes.append(c.start(f"a{number}").grant.node)
+        c.run(f"a{number}")
+    assert nodes == ["n0", "n1", "n0", "n1"], "cores are all free again, memory is not"
+
+
+def test_a_node_without_the_memory_is_not_chosen_however_many_cores_it_has(cluster: Make) -> None:
+    c = cluster(*cpu_node("many", 64, 0.25), *cpu_node("few", 1, 1.0))
+    c.send(box("b", 500))
+    c.submit("a", ONE, sandbox="b")
+    assert c.start("a").grant.node == "few"
+
+
+def test_who_lacks_memory_waits_for_a_sandbox_to_end_and_holds_up_nobody_who_has_a_place(cluster: Make) -> None:
+    c = cluster(*SMALL)
+    c.send(box("old", 800))
+    c.send(box("new", 800))
+    c.submit("a", ONE, sandbox="old")
+    c.run("a")
+    assert c.submit("b", ONE, sandbox="new") == []
+    c.submit("c", ONE, sandbox="old")
+    assert c.starts() == ["c"], "cores are not what the other one lacks"
+    c.run("c")
+    c.send(Release(sandbox="old"))
+    assert c.starts() == ["b"]
+
+
+def test_memory_is_kept_until_the_last_action_is_gone(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    c.send(box("b", 1000))
+    c.submit("a", ONE, sandbox="b")
+    c.submit("waits", EIGHT, sandbox="b")
+    c.started("a")
+    c.send(Release(sandbox="b"))
+    assert Stop(action="a", reason="its sandbox b was released") in c.effects
+    assert [outcome.action for outcome in c.outcomes()] == ["waits"]
+    assert c.free("memory@large") == 3096
+    c.submit("late", ONE, sandbox="b")
+    assert c.refusal()[0] == "sandbox"
+    c.finished("a")
+    assert c.outcome().status is Status.CANCELLED
+    assert c.free("memory@large") == 4096
+    assert c.scheduler.statistics().sandboxes == 0
+
+
+def test_a_sandbox_that_was_never_used_is_released_without_a_word(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    c.send(box("b"))
+    assert c.send(Release(sandbox="b")) == []
+    assert c.scheduler.statistics().sandboxes == 0
+
+
+def test_a_caller_may_choose_the_node_and_holds_the_memory_at_once(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE)
+    c.send(box("b", 600, node="small"))
+    assert c.free("memory@small") == 424
+    c.submit("a", ONE, sandbox="b")
+    assert c.start("a").grant.node == "small"
+
+
+def test_a_sandbox_is_refused_with_the_limit_that_keeps_it_out(cluster: Make) -> None:
+    c = cluster(*SMALL, sandboxes_max=2)
+    c.send(box("b", 2000))
+    assert c.effects == [
+        Refuse(action="b", limit="capacity", reason="sandbox b asks for 2000 MiB; the largest node has 1024")
+    ]
+    c.send(box("b", node="elsewhere"))
+    assert c.refusal()[0] in ("node", "capacity")
+    c.send(box("b"))
+    c.send(box("b"))
+    assert c.refusal() == ("id", "sandbox b is already reserved")
+    c.send(box("fills", 1000, node="small"))
+    c.send(box("third"))
+    assert c.refusal() == ("sandboxes_max", "2 sandboxes are open; release some first")
+    c.send(Release(sandbox="b"))
+    c.send(box("full", 500, node="small"))
+    assert c.refusal() == ("capacity", "sandbox full asks for 500 MiB; node small has 24 free")
+
+
+def test_an_action_that_needs_no_node_chooses_none(cluster: Make) -> None:
+    c = cluster(*SMALL, Pool(kind="api", total=1))
+    c.send(box("b"))
+    c.submit("call", {"api": fixed(1)}, sandbox="b")
+    assert c.start("call").grant.node == ""
+    c.run("call")
+    c.submit("a", ONE, sandbox="b")
+    assert c.start("a").grant.node == "small"
+    c.submit("call", {"api": fixed(1)}, sandbox="b")
+    assert c.start("call").grant.node == "", "also when its sandbox has a place"
+
+
+# ---- NUMA and exclusive cores -----------------------------------------------------------------------------------
+
+
+def test_a_grant_says_the_numa_cells_of_its_cores(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 8, numa_nodes=2))
+    c.submit("a", {"cpu": cores(3)})
+    assert c.start("a").grant.shares[0].cells == (0,)
+    c.submit("b", {"cpu": cores(3)})
+    assert c.start("b").grant.shares[0].cells == (1,)
+    c.submit("c", TWO)
+    assert c.start("c").grant.shares[0].cells == (0, 1)
+
+
+def test_exclusive_cores_belong_to_one_action_each(cluster: Make) -> None:
+    c = cluster(*SMALL, Pool(kind="core", node="small", total=4, numa=(2, 2)))
+    c.submit("a", {"core": fixed(1)})
+    c.submit("b", {"core": fixed(2)})
+    assert c.start("b").grant.shares[0].cells == (2, 3)
+    assert c.start("b").grant.width == 2
+    c.submit("c", {"core": fixed(2)})
+    assert c.effects == []
+    c.submit("shared", ONE)
+    assert c.starts() == ["shared"], "the other cores of the node are a pool of their own"
+    c.run("a")
+    assert c.starts() == ["c"]
+    assert c.start("c").grant.shares[0].cells == (0, 1)
+
+
+# ---- nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_joins_takes_what_waits(cluster: Make) -> None:
+    c = cluster(*SMALL)
+    c.submit("a", TWO)
+    c.submit("b", TWO)
+    for pool in LARGE:
+        c.send(PoolChanged(pool=pool))
+        if c.starts():
+            break
+    assert c.start("b").grant.node == "large"
+
+
+def test_a_draining_node_takes_no_new_sandbox_but_goes_on_with_its_own(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE)
+    c.send(box("old", node="large"))
+    c.send(NodeChanged(node="large", state=NodeState.DRAINING))
+    c.submit("own", EIGHT, sandbox="old")
+    assert c.start("own").grant.node == "large"
+    c.run("own")
+    c.send(box("new"))
+    c.submit("a", TWO, sandbox="new")
+    assert c.start("a").grant.node == "small"
+    c.submit("b", ONE)
+    assert c.effects == []
+    c.send(box("adopted", node="large"))
+    assert c.refusal() == ("node", "node large is not up")
+    c.send(NodeChanged(node="large", state=NodeState.UP))
+    assert c.start("b").grant.node == "large"
+
+
+def test_a_dead_node_loses_its_actions_and_sandboxes(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE)
+    c.send(box("b", node="large"))
+    c.submit("running", TWO, sandbox="b")
+    c.submit("waiting", EIGHT, sandbox="b")
+    c.started("running")
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    lost = {outcome.action: (outcome.status, outcome.reason) for outcome in c.outcomes()}
+    reason = "node large went down with sandbox b"
+    assert lost == {"running": (Status.LOST, reason), "waiting": (Status.LOST, reason)}
+    assert c.scheduler.statistics().sandboxes == 0
+    assert list(c.scheduler.ledger.pools) == ["cpu@small", "memory@small"]
+
+
+def test_what_may_run_again_does_so_on_another_node(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 2), *cpu_node("n1", 2))
+    c.submit("a", TWO, idempotent=True)
+    c.submit("b", TWO)
+    assert c.start("b").grant.node == "n1"
+    c.started("a", "b")
+    c.finished("b")
+    c.send(NodeChanged(node="n0", state=NodeState.DOWN))
+    assert c.outcomes() == []
+    assert (c.start("a").grant.node, c.start("a").grant.attempt) == ("n1", 2)
+
+
+def test_what_was_stopping_on_a_dead_node_ends_as_it_was_asked_to(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    c.send(box("b", node="large"))
+    c.submit("in a box", ONE, sandbox="b")
+    c.submit("without", ONE, idempotent=True)
+    c.started("in a box", "without")
+    c.cancel("in a box")
+    c.cancel("without")
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    assert [outcome.status for outcome in c.outcomes()] == [Status.CANCELLED] * 2
+
+
+def test_a_released_sandbox_may_die_with_its_node_before_its_last_action_has_stopped(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    c.send(box("b", node="large"))
+    c.submit("a", ONE, sandbox="b")
+    c.started("a")
+    c.send(Release(sandbox="b"))
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    assert c.outcome().status is Status.CANCELLED
+    assert c.send(box("b", 0)) == [], "the name is free again"
+
+
+def test_a_node_comes_back_empty_when_its_pools_are_named_anew(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    c.send(box("b", 1000, node="large"))
+    c.submit("a", EIGHT, sandbox="b")
+    c.started("a")
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    c.submit("b", EIGHT)
+    for pool in LARGE:
+        c.send(PoolChanged(pool=pool))
+        assert c.starts() == [], "a node that is down takes nobody"
+    c.send(NodeChanged(node="large", state=NodeState.UP))
+    assert c.starts() == ["b"]
+    assert (c.free("cpu@large"), c.free("memory@large")) == (0, 4096)
+    c.finished("a")
+    assert c.scheduler.statistics().late_events == 1, "the last words of what was lost"
+
+
+def test_quotas_that_a_dead_node_held_are_free_again(cluster: Make) -> None:
+    c = cluster(*SMALL, Pool(kind="api", total=1))
+    c.submit("a", {"cpu": cores(1), "api": fixed(1)})
+    c.submit("b", {"api": fixed(1)})
+    c.send(NodeChanged(node="small", state=NodeState.DOWN))
+    assert c.starts() == ["b"]
+
+
+# ---- pools that shrink, and actions that are stranded -----------------------------------------------------------
+
+
+def test_a_pool_that_shrinks_below_what_is_held_grants_nothing_until_it_recovers(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    c.submit("a", {"cpu": cores(6)})
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="large", total=4000)))
+    assert c.free("cpu@large") == -2000
+    c.submit("b", ONE)
+    assert c.effects == []
+    c.run("a")
+    assert c.starts() == ["b"]
+    c.send(PoolChanged(pool=LARGE[0]))
+    assert c.free("cpu@large") == 7000
+
+
+def test_who_no_pool_can_hold_any_more_waits_for_one_to_come_back_and_is_lost_then(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE, stranded_s=60.0)
+    c.submit("all", EIGHT)
+    c.submit("a", EIGHT)
+    c.now = 10.0
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    assert [outcome.action for outcome in c.outcomes()] == ["all"]
+    assert c.wakes() == [70.0]
+    assert c.explain("a") == "a asks for at least 8 cores of cpu; the largest such pool has 2 cores"
+    c.now = 70.0
+    c.pass_time(0.0)
+    outcome = c.outcome()
+    assert (outcome.action, outcome.status, outcome.waiting_s) == ("a", Status.LOST, 70.0)
+    assert outcome.reason == "stranded: a asks for at least 8 cores of cpu; the largest such pool has 2 cores"
+
+
+def test_who_was_stranded_for_a_while_starts_when_its_node_is_back_and_the_time_starts_over(cluster: Make) -> None:
+    c = cluster(*LARGE, stranded_s=60.0)
+    c.submit("all", EIGHT)
+    c.submit("a", EIGHT)
+    shrunk, whole = Pool(kind="cpu", node="large", total=4000), LARGE[0]
+    c.send(PoolChanged(pool=shrunk))
+    c.now = 50.0
+    c.send(PoolChanged(pool=whole))
+    c.now = 55.0
+    c.send(PoolChanged(pool=shrunk))
+    c.pass_time(10.0)
+    assert c.outcomes() == [], "stranded for ten seconds, not for 65"
+    c.send(PoolChanged(pool=whole))
+    c.run("all")
+    assert c.starts() == ["a"]
+
+
+def test_who_comes_while_the_only_node_is_down_waits_for_it(cluster: Make) -> None:
+    c = cluster(*LARGE, stranded_s=60.0)
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    assert c.send(box("b")) == []
+    c.submit("a", EIGHT, sandbox="b")
+    assert c.wakes() == [60.0]
+    c.submit("too much", {"cpu": cores(9)})
+    assert c.refusal()[0] == "capacity"
+    for pool in LARGE:
+        c.send(PoolChanged(pool=pool))
+    c.send(NodeChanged(node="large", state=NodeState.UP))
+    assert c.starts() == ["a"]
+
+
+def test_a_sibling_that_its_sandboxs_node_cannot_hold_is_stranded(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE, stranded_s=60.0)
+    c.submit("fill", EIGHT)
+    c.send(box("b"))
+    c.submit("wide", EIGHT, sandbox="b")
+    c.submit("first", ONE, sandbox="b", priority=1)
+    assert c.start("first").grant.node == "small"
+    assert c.explain("wide") == "wide asks for at least 8 cores of cpu; the largest such pool has 2 cores"
+    c.pass_time(60.0)
+    assert c.outcome().action == "wide"
+
+
+def test_learned_cpu_runs_on_a_node_that_is_smaller_than_what_it_would_reserve(cluster: Make) -> None:
+    for policy in POLICIES:
+        c = cluster(*cpu_node("tiny", 0.5), policy=policy)
+        c.submit("a", {"cpu": learned()})
+        assert c.start("a").grant.shares[0].reserved == 500
+        c.submit("b", {"cpu": learned(0.2)})
+        c.run("a", 1.0)
+        assert c.start("b").grant.shares[0].reserved <= 200
+
+
+def test_check_finds_a_sandbox_whose_memory_is_elsewhere(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE)
+    c.send(box("b", node="small"))
+    c.scheduler.places.by_sandbox["b"].node = "large"
+    with pytest.raises(InvariantError, match="holds memory on 'small'"):
+        c.scheduler.check()
