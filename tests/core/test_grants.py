@@ -238,7 +238,7 @@ def test_a_rider_of_another_service_or_with_too_few_devices_stops_everything(clu
     c.submit("all", {"gpu": fixed(8)})
     c.submit("a", {"gpu": fixed(2)}, service="judge")
     c.submit("b", {"gpu": fixed(4)}, service="judge")
-    with pytest.raises(InvariantError, match="plan lets b ride on 2 devices, of which it needs 4") as caught:
+    with pytest.raises(InvariantError, match="plan lets b ride on 2 devices; it needs 4") as caught:
         c.run("all")
     assert caught.value.story
 

@@ -439,23 +439,20 @@ class Engine:
             return
         self.down[node] = True
         if node in self.cpus:
-            self.cpus[node] = self._fresh_cpu(node)
+            self._core_s_before += self.cpus[node].used_total(self.now)
+            self.cpus[node] = CpuShare(self.pools[f"{CPU}@{node}"].total / CORE)
         self._devices.clear(node)
         for live in self._live.values():
             if live.grant is not None and live.node == node:
                 live.grant = None
         self.send(NodeChanged(node=node, state=NodeState.DOWN))
 
-    def _fresh_cpu(self, node: str) -> CpuShare:
-        self._core_s_before += self.cpus[node].used_total(self.now)
-        cpu = CpuShare(self.pools[f"{CPU}@{node}"].total / CORE)
-        cpu.set_capacity(self.pools[f"{CPU}@{node}"].total / CORE, self.now)
-        return cpu
-
     def node_up(self, node: str) -> None:
         """The machine is back, empty."""
         if not self.down.pop(node, False):
             return
+        if node in self.cpus:
+            self.cpus[node].set_capacity(self.pools[f"{CPU}@{node}"].total / CORE, self.now)
         for pool in self.pools.values():
             if pool.node == node:
                 self.send(PoolChanged(pool=pool))
@@ -469,8 +466,11 @@ class Engine:
             self._finish(live, live.attempt, "its process was killed")
 
     def change_pool(self, pool: Pool) -> None:
+        """Another total from now on, or from when its node is back."""
         self.pools[pool.name] = pool
-        if pool.kind == CPU and not self.down.get(pool.node):
+        if self.down.get(pool.node):
+            return
+        if pool.kind == CPU:
             self.cpus[pool.node].set_capacity(pool.total / CORE, self.now)
             self._next_on(pool.node)
         self._apis.change(pool)

@@ -1,6 +1,7 @@
 """Faults: what goes wrong in a simulation, when, and where. Seeded: one seed, one sequence.
 
-Owns the records and their injection into an engine.
+Owns the records and their injection into an engine. Faults may overlap: a pool that was cut twice is whole again when
+both cuts are over, and a node that comes back has the pools that it should have by then.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ import random
 
 import msgspec
 
-from tangram.core.demand import CPU, GPU, MEMORY
+from tangram.core.action import Action
+from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Pool
 from tangram.sim.engine import Engine
 
 KINDS = ("node_loss", "slow_start", "crash", "start_failure", "quota_cut", "shrink")
+
+SLOWEST_START_S = 10.0
+
+SHARE_LEFT_MIN = 0.1
+"""Of a pool that is cut; what needs more than is left waits for the rest to come back."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +31,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """In [0, 1): which node, action or pool it strikes."""
     lasts_s: float = 30.0
     amount: float = 1.0
-    """Seconds of a slow start, share of starts that fail, or share of a quota that is left."""
+    """How slow a start is, of the slowest; the share of starts that fail; the share of a pool that is left."""
 
 
 def draw(seed: int, *, until_s: float, count: int = 6, kinds: tuple[str, ...] = KINDS) -> tuple[Fault, ...]:
@@ -45,74 +52,85 @@ def draw(seed: int, *, until_s: float, count: int = 6, kinds: tuple[str, ...] = 
 
 def inject(engine: Engine, faults: tuple[Fault, ...]) -> None:
     """Schedule every fault in the engine."""
+    wrong = _Wrong(engine)
     for fault in faults:
-        engine.at(fault.at, _STRIKE[fault.kind], engine, fault)
+        engine.at(fault.at, _STRIKE[fault.kind], wrong, fault)
 
 
-def _nodes(engine: Engine) -> list[str]:
-    return sorted({pool.node for pool in engine.pools.values() if pool.node})
+class _Wrong:
+    """What is wrong at the moment."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._whole = dict(engine.pools)
+        self._cuts: dict[str, list[float]] = {name: [] for name in engine.pools}
+        """Per pool, the shares that faults have left of it."""
+        self._slow: list[Fault] = []
+        self._failing: list[tuple[Fault, random.Random]] = []
 
-def _node_loss(engine: Engine, fault: Fault) -> None:
-    nodes = [node for node in _nodes(engine) if not engine.down.get(node)]
-    if nodes:
-        node = nodes[int(fault.pick * len(nodes))]
-        engine.node_down(node)
-        engine.at(engine.now + fault.lasts_s, engine.node_up, node)
+    def node_loss(self, fault: Fault) -> None:
+        engine = self._engine
+        nodes = sorted({pool.node for pool in engine.pools.values() if pool.node and not engine.down.get(pool.node)})
+        if nodes:
+            node = nodes[int(fault.pick * len(nodes))]
+            engine.node_down(node)
+            engine.at(engine.now + fault.lasts_s, engine.node_up, node)
 
+    def crash(self, fault: Fault) -> None:
+        self._engine.crash(fault.pick)
 
-def _slow_start(engine: Engine, fault: Fault) -> None:
-    engine.slow_start_s = lambda action: 10.0 * fault.amount
-    engine.at(engine.now + fault.lasts_s, _end_slow_start, engine)
+    # ---- starts ----
 
+    def slow_start(self, fault: Fault) -> None:
+        self._slow.append(fault)
+        self._engine.slow_start_s = self._slow_start_s
+        self._engine.at(self._engine.now + fault.lasts_s, self._slow.remove, fault)
 
-def _end_slow_start(engine: Engine) -> None:
-    engine.slow_start_s = None
+    def _slow_start_s(self, action: Action) -> float:
+        return max([SLOWEST_START_S * fault.amount for fault in self._slow], default=0.0)
 
+    def start_failure(self, fault: Fault) -> None:
+        failing = (fault, random.Random(f"start/{fault.at}/{fault.pick}"))
+        self._failing.append(failing)
+        self._engine.fail_start = self._fail_start
+        self._engine.at(self._engine.now + fault.lasts_s, self._failing.remove, failing)
 
-def _crash(engine: Engine, fault: Fault) -> None:
-    engine.crash(fault.pick)
+    def _fail_start(self, action: Action, attempt: int) -> str:
+        fails = [rng.random() < fault.amount for fault, rng in self._failing]
+        return "no such image" if any(fails) else ""
 
+    # ---- pools ----
 
-def _start_failure(engine: Engine, fault: Fault) -> None:
-    rng = random.Random(f"start/{fault.at}/{fault.pick}")
-    engine.fail_start = lambda action, attempt: "no such image" if rng.random() < fault.amount else ""
-    engine.at(engine.now + fault.lasts_s, _end_start_failure, engine)
+    def quota_cut(self, fault: Fault) -> None:
+        self._cut(fault, [pool for pool in self._whole.values() if not pool.node])
 
+    def shrink(self, fault: Fault) -> None:
+        self._cut(fault, [pool for pool in self._whole.values() if pool.kind in (CPU, MEMORY)])
 
-def _end_start_failure(engine: Engine) -> None:
-    engine.fail_start = None
+    def _cut(self, fault: Fault, pools: list[Pool]) -> None:
+        if pools:
+            pool = pools[int(fault.pick * len(pools))]
+            self._cuts[pool.name].append(fault.amount)
+            self._apply_cuts(pool)
+            self._engine.at(self._engine.now + fault.lasts_s, self._end_cut, pool, fault.amount)
 
+    def _end_cut(self, pool: Pool, share: float) -> None:
+        self._cuts[pool.name].remove(share)
+        self._apply_cuts(pool)
 
-def _quota_cut(engine: Engine, fault: Fault) -> None:
-    _scale(engine, fault, [pool for pool in engine.pools.values() if not pool.node])
-
-
-def _shrink(engine: Engine, fault: Fault) -> None:
-    _scale(engine, fault, [pool for pool in engine.pools.values() if pool.kind in (CPU, MEMORY)])
-
-
-def _scale(engine: Engine, fault: Fault, pools: list[Pool]) -> None:
-    """Cut one pool to a share of its units, and give them back later."""
-    pools = [pool for pool in pools if not engine.down.get(pool.node) and pool.kind != GPU]
-    if not pools:
-        return
-    pool = pools[int(fault.pick * len(pools))]
-    total = max(1, int(pool.total * max(fault.amount, 0.1)))
-    engine.change_pool(Pool(kind=pool.kind, node=pool.node, total=total, window=pool.window))
-    engine.at(engine.now + fault.lasts_s, _restore_pool, engine, pool)
-
-
-def _restore_pool(engine: Engine, pool: Pool) -> None:
-    if not engine.down.get(pool.node):
-        engine.change_pool(pool)
+    def _apply_cuts(self, pool: Pool) -> None:
+        """The deepest of all cuts counts."""
+        share = max(SHARE_LEFT_MIN, min([1.0, *self._cuts[pool.name]]))
+        numa = tuple(max(1, int(units * share)) for units in pool.numa)
+        total = sum(numa) if numa else max(1, int(pool.total * share))
+        self._engine.change_pool(msgspec.structs.replace(pool, total=total, numa=numa))
 
 
 _STRIKE = {
-    "node_loss": _node_loss,
-    "slow_start": _slow_start,
-    "crash": _crash,
-    "start_failure": _start_failure,
-    "quota_cut": _quota_cut,
-    "shrink": _shrink,
+    "node_loss": _Wrong.node_loss,
+    "slow_start": _Wrong.slow_start,
+    "crash": _Wrong.crash,
+    "start_failure": _Wrong.start_failure,
+    "quota_cut": _Wrong.quota_cut,
+    "shrink": _Wrong.shrink,
 }
