@@ -297,6 +297,8 @@ class Queue:
         """Runs with an open lane."""
         self.waiting = 0
         self._starts = 0
+        self.closures = 0
+        """How many times a pool or kind is closed by somebody."""
         self.changed: dict[str, PoolState] = {}
         """CPU pools whose free units or elastic actions changed since the last round."""
         self._of_pool: dict[str, Waiters] = {}
@@ -492,6 +494,8 @@ class Queue:
                 if not self.goes_before(entry, blocker, now):
                     continue
                 blocker.closed = tuple([other for other in blocker.closed if other is not waiters])
+            if blocker is None:
+                self.closures += 1
             waiters.blockers[run] = entry
             entry.closed = (*entry.closed, waiters)
 
@@ -500,6 +504,7 @@ class Queue:
         closed, entry.closed, entry.target = entry.closed, (), ""
         for waiters in closed:
             del waiters.blockers[entry.run.name]
+            self.closures -= 1
             self._open_all(waiters)
             if waiters.of_kind is not None:
                 self._open_all(waiters.of_kind)
@@ -519,6 +524,9 @@ class Queue:
             waiting += run.waiting
         if waiting != self.waiting:
             raise InvariantError(f"{self.waiting} actions counted as waiting, lanes hold {waiting}")
+        closures = sum(len(waiters.blockers) for waiters in (*self._of_pool.values(), *self._of_kind.values()))
+        if closures != self.closures:
+            raise InvariantError(f"{self.closures} closures counted, there are {closures}")
         for waiters in (*self._of_pool.values(), *self._of_kind.values()):
             for name, blocker in waiters.blockers.items():
                 if blocker.lane is None or blocker.run.name != name or waiters not in blocker.closed:

@@ -128,11 +128,12 @@ class Snapshot:
 
     def reserve(self, entry: Entry, pool: PoolState) -> int:
         """Milli-cores to reserve on this pool for an action of which nobody declared its CPU."""
-        self.estimate(entry)
         wanted = entry.wanted
-        if not wanted or entry.lane is None:
-            wanted = entry.wanted = self._scheduler.policy.reserve(entry, self)
-        return max(1, min(wanted, entry.action.demand.pools[CPU].max, pool.total))
+        if not wanted or entry.lane is None or self.now - entry.estimated_at > ESTIMATE_FRESH_S:
+            self.estimate(entry)
+            wanted = self._scheduler.policy.reserve(entry, self)
+            wanted = entry.wanted = max(1, min(wanted, entry.action.demand.pools[CPU].max))
+        return wanted if wanted <= pool.total else max(1, pool.total)
 
     def seconds(self, entry: Entry, pool: PoolState, units: int) -> float:
         """Believed duration of the action on that many units of the pool."""
@@ -352,8 +353,8 @@ class Snapshot:
             if pool.window is None:
                 self._short = pool
             return False
-        waiters = self._queue.of_pool(pool)
-        return not waiters.blockers or self._queue.closed_by(waiters, entry, self.now) is None
+        queue = self._queue
+        return not queue.closures or queue.closed_by(queue.of_pool(pool), entry, self.now) is None
 
     def _best_node(self, entry: Entry, needs: list[Need]) -> str | None:
         """Where it fits now and leaves most of the scarcest of its resources; a loaded service wins."""
