@@ -269,12 +269,15 @@ def _explained(
     share = geometric(row["share"] for row in fixed)
     width = geometric(row["width"] for row in paper)
     exponent = geometric(row["exponent"] for row in paper)
+    degree = int(ablation.fixed.partition(":")[2])
     mixed = 1.0 / (1.0 - PAPER_REWARD_SHARE + PAPER_REWARD_SHARE / rewards)
+    why = f"an idle cluster brings ({width:.0f}/{degree})^{exponent:.2f} with their mean exponent of {exponent:.2f}"
+    if width < degree:
+        why = "it makes them narrow, so that tool calls need not wait behind them"
     return (
         f"{ablation.metric}: rewards, the only scalable actions, on {sizes.ablation_nodes} x {ablation.node_cores}"
-        f" cores, batch {ablation.batch}; over all actions {everything:.2f}. Elastic rewards got {width:.0f} cores on"
-        f" average; with a mean exponent of {exponent:.2f} an idle cluster brings"
-        f" ({width:.0f}/{ablation.fixed.partition(':')[2]})^{exponent:.2f}. Rewards are {share:.0%} of the time of all"
-        f" actions here and about {PAPER_REWARD_SHARE:.0%} in the publication (its gains of 9.0x for tools, 2.8x for"
-        f" rewards and 4.3x together imply that); with that share the ratio over all actions would be {mixed:.2f}."
+        f" cores, batch {ablation.batch}; over all actions {everything:.2f}. The elastic side gave rewards {width:.0f}"
+        f" cores on average: {why}. Rewards are {share:.0%} of the time of all actions here and about"
+        f" {PAPER_REWARD_SHARE:.0%} in the publication (its gains of 9.0x for tools, 2.8x for rewards and 4.3x together"
+        f" imply that); with that share the ratio over all actions would be {mixed:.2f}."
     )
