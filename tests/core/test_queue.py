@@ -25,10 +25,11 @@ from tangram.core.messages import (
     Start,
     Started,
     Submit,
+    Tick,
     cpu_node,
 )
 from tangram.core.policies import policy
-from tangram.core.queue import ELDER_FACTOR, STALE_SPARE
+from tangram.core.queue import ELDER_FACTOR, EXACT_LANES_MAX, STALE_SPARE
 from tangram.core.scheduler import Limits, Scheduler
 from tangram.errors import InvariantError
 
@@ -348,14 +349,39 @@ def test_check_finds_a_lane_that_nobody_will_wake(cluster: Make) -> None:
 # ---- lanes ------------------------------------------------------------------------------------------------------
 
 
-def test_amounts_are_lanes_by_powers_of_two(cluster: Make) -> None:
-    c = cluster(Pool(kind="tokens", total=100))
-    c.submit("all", {"tokens": fixed(100)})
-    for units in (1, 2, 3, 4, 5, 7, 8, 60, 63):
+def test_equal_needs_share_a_lane_and_beyond_a_limit_amounts_of_one_power_of_two_do(cluster: Make) -> None:
+    c = cluster(Pool(kind="tokens", total=1_000))
+    c.submit("all", {"tokens": fixed(1_000)})
+    for units in range(1, 200):
         c.submit(f"a{units}", {"tokens": fixed(units)})
-    assert len(c.scheduler.queue.runs["default"].lanes) == 6
+        c.submit(f"b{units}", {"tokens": fixed(units)})
+    lanes = c.scheduler.queue.runs["default"].lanes
+    assert EXACT_LANES_MAX <= len(lanes) <= EXACT_LANES_MAX + 9
     c.run("all")
-    assert c.starts() == ["a1", "a2", "a3", "a4", "a5", "a7", "a8", "a60"]
+    assert c.starts()[:4] == ["a1", "b1", "a2", "b2"]
+
+
+def test_who_waits_behind_a_cancelled_action_of_its_lane_is_looked_at_at_once() -> None:
+    scheduler = Scheduler(policy("adaptive"), (Pool(kind="api", total=8),))
+    for name, units in (("holds", 3), ("big", 7), ("middle", 4)):
+        scheduler.handle(Submit(action=Action(id=name, demand=Demand({"api": fixed(units)}))), 0.0)
+    scheduler.handle(Started(action="holds"), 0.0)
+    scheduler.check()
+    assert scheduler.statistics().pools["api"]["held"] == 7, "middle needs no more than what is free"
+
+
+@pytest.mark.parametrize("name", ["fcfs", "fixed:2", "paper", "adaptive"])
+def test_a_pool_that_shrank_below_the_first_of_a_lane_serves_the_others(name: str) -> None:
+    scheduler = Scheduler(policy(name), (Pool(kind="api", total=8),), limits=Limits(stranded_s=10.0))
+    for action, units in (("holds", 3), ("big", 7), ("middle", 6)):
+        scheduler.handle(Submit(action=Action(id=action, demand=Demand({"api": fixed(units)}))), 0.0)
+    scheduler.handle(Started(action="holds"), 0.0)
+    scheduler.handle(PoolChanged(pool=Pool(kind="api", total=6)), 1.0)
+    scheduler.handle(Finished(action="holds"), 2.0)
+    scheduler.handle(Tick(), 20.0)
+    scheduler.check()
+    assert "big" not in scheduler.entries
+    assert scheduler.statistics().pools["api"]["held"] == 6
 
 
 def test_sandboxes_of_different_size_wait_in_different_lanes(cluster: Make) -> None:

@@ -23,6 +23,10 @@ UNIT_ROUNDING = 1e-9
 """Seconds times a rate may come out this much below a whole unit."""
 
 
+MOVED = CORE // 2
+"""Half a core more or less is worth a look at the widths of the elastic actions; less is noise of short calls."""
+
+
 class RunUsage:
     """What one run has of every kind, and its weighted dominant share, by which fair share orders runs."""
 
@@ -64,8 +68,8 @@ class PoolState:
     """One pool as it is now."""
 
     __slots__ = (
-        "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "name", "node", "peak", "peak_at",
-        "place", "spent", "total", "window", "window_at",
+        "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "looked_at_free", "name", "node",
+        "peak", "peak_at", "place", "spent", "total", "window", "window_at",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, now: float) -> None:
@@ -85,6 +89,8 @@ class PoolState:
         """Of a spent pool, what time gives back, oldest first."""
         self.elastic_held = self.elastic_min = 0
         """CPU: what running elastic actions hold, and the sum of their minima."""
+        self.looked_at_free = pool.total
+        """CPU: what was free when a policy looked at the pool last."""
         self.peak = 0.0
         """For policies: the most that inelastic actions held, fading since `peak_at`."""
         self.peak_at = now
@@ -118,14 +124,18 @@ class PoolState:
                 # Units that were taken before lie in no cell: the cells then have more room than the pool, never less.
                 self.place = Cells(cells)
 
+    def has_moved(self) -> bool:
+        """CPU: is there so much more or less free than at the last look that elastic actions should be resized?"""
+        return self.elastic_held > 0 and abs(self.free - self.looked_at_free) >= MOVED
+
     def is_tight(self, units: int) -> bool:
         """CPU: are few units free, while elastic actions could give some?"""
         return self.elastic_held > self.elastic_min and self.free < max(CORE, 2 * units)
 
     def fits(self, units: int) -> bool:
-        if self.free < units:
-            return False
-        return not isinstance(self.place, Chunks) or self.place.fits(units)
+        if not isinstance(self.place, Chunks):
+            return self.free >= units
+        return self.free >= 1 << level_of(units) and self.place.fits(units)
 
     def could_fit(self, units: int) -> bool:
         """Would it fit if nobody had anything?"""

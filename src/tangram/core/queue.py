@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from tangram.core.action import Action, State, Status
-from tangram.core.demand import CPU, MEMORY, Need
+from tangram.core.demand import CPU, LEARNED, MEMORY
 from tangram.core.ledger import Holding, Ledger, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
@@ -38,8 +38,14 @@ with a large share elsewhere could wait for ever on a pool that poorer runs keep
 NEVER = 1_000_000_000
 """Runs that were never served are numbered from minus this up: all of them before all that were."""
 
-LaneKey = tuple[tuple[Need, ...], str, str, str]
-"""Needs in coarse amounts, the elastic kind, the node and the service."""
+Span = tuple[str, int, int]
+"""A pool kind with the least and the most that actions of a lane need of it, or LEARNED twice."""
+
+LaneKey = tuple[tuple[Span, ...], str, str, str]
+"""Needs, the elastic kind, the node and the service."""
+
+EXACT_LANES_MAX = 64
+"""Lanes of a run for equal needs. Beyond, as with arbitrary token counts, amounts of one power of two share a lane."""
 
 
 class Place:
@@ -158,9 +164,9 @@ class Lane:
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
-        needs, elastic, node, service = key
+        spans, elastic, node, service = key
         self.run = run
-        self.floor = 1 << (needs[0][1] - 1) if len(needs) == 1 and needs[0][1] > 0 else 0
+        self.floor = spans[0][1] if len(spans) == 1 and spans[0][1] > 0 else 0
         """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
         self.least = self.floor
         """Units that must be free for its first action, while it is set aside for lack of them."""
@@ -297,6 +303,8 @@ class Queue:
         """Runs with an open lane."""
         self.waiting = 0
         self._starts = 0
+        self.elastic_waiting = 0
+        """Of those, how many are elastic in CPU."""
         self.closures = 0
         """How many times a pool or kind is closed by somebody."""
         self.changed: dict[str, PoolState] = {}
@@ -327,6 +335,7 @@ class Queue:
         lane.push(entry)
         run.waiting += 1
         self.waiting += 1
+        self.elastic_waiting += entry.elastic == CPU
         if not lane.blocked_on:
             self._open(lane)
         if CPU in lane.kinds:
@@ -340,10 +349,15 @@ class Queue:
         lane.leave(entry)
         run.waiting -= 1
         self.waiting -= 1
+        self.elastic_waiting -= entry.elastic == CPU
         if not lane.waiting:
             if run.open.pop(id(lane), None) is not None and not run.open:
                 del self.active[run.name]
             self._unblock(lane)
+        elif lane.blocked_on:
+            # What kept the first action waiting need not keep the next one.
+            self._unblock(lane)
+            self._open(lane)
         if entry.closed:
             self.reopen(entry)
 
@@ -398,10 +412,11 @@ class Queue:
 
     def wake(self, pool: PoolState) -> None:
         """Something changed in a pool: the lanes that lacked it are open again."""
-        if pool.kind == CPU and not pool.gone:
+        if pool.kind == CPU and not pool.gone and (self.elastic_waiting or pool.has_moved()):
             self.changed[pool.name] = pool
         # What lacks a quota says anew how long, so that it is looked at again in time.
-        free = pool.free if pool.window is None else math.inf
+        # Nor is an idle pool ever withheld, whatever was needed when it was larger.
+        free = pool.free if pool.window is None and pool.held else math.inf
         waiters = self._of_pool.get(pool.name)
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
@@ -534,11 +549,20 @@ class Queue:
 
 
 def _lane_key(entry: Entry, node: str) -> LaneKey:
-    """Amounts are coarsened to powers of two, so that arbitrary token counts do not make a lane each."""
-    needs = [(kind, units.bit_length() if units >= 0 else units) for kind, units in entry.needs]
+    exact = len(entry.run.lanes) < EXACT_LANES_MAX
+    needs = entry.needs
     if entry.place is not None and not node:
-        needs.append((MEMORY, entry.place.memory.bit_length()))
-    return tuple(needs), entry.elastic, node, entry.action.service
+        needs = (*needs, (MEMORY, entry.place.memory))
+    spans = []
+    for kind, units in needs:
+        if units == LEARNED:
+            spans.append((kind, LEARNED, LEARNED))
+        elif exact or units < 2:
+            spans.append((kind, units, units))
+        else:
+            most = (1 << units.bit_length()) - 1
+            spans.append((kind, most // 2 + 1, most))
+    return tuple(spans), entry.elastic, node, entry.action.service
 
 
 def _rank(entry: Entry, aged_since: float) -> tuple[int, int, float, int]:

@@ -33,7 +33,6 @@ from tangram.core.messages import (
     Event,
     Evicted,
     Finished,
-    Grant,
     NodeChanged,
     NodeState,
     Pool,
@@ -42,13 +41,9 @@ from tangram.core.messages import (
     Release,
     Reserve,
     Resident,
-    Resize,
     Resized,
-    Restore,
     RunChanged,
     Settle,
-    Share,
-    Start,
     Started,
     StartFailed,
     Stop,
@@ -57,7 +52,8 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.core.places import Places
-from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload, SchedulingPolicy
+from tangram.core.plans import Plans
+from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.profile import Knowledge
 from tangram.core.queue import Entry, Place, Queue, Run
 from tangram.core.residents import Residents
@@ -139,16 +135,16 @@ class Scheduler:
         self.load = OfferedLoad()
         self.reviews: list[tuple[float, int, Entry, int]] = []
         """Running actions that the policy wants to see again: when, sequence number, entry, attempt."""
+        self.effects: list[Effect] = []
+        """Of the present event."""
+        self._plans = Plans(self)
         self._timers = Timers()
         self._stranded = Stranded(self.ledger, self.queue)
-        self._now = 0.0
+        self.now = 0.0
         self._sequence = 0
         self._settled: dict[Status, int] = dict.fromkeys(Status, 0)
         self._late = 0
         self._events: deque[tuple[float, Event, list[Effect]]] = deque(maxlen=STORY_EVENTS)
-        self._effects: list[Effect] = []
-        self._aside: dict[str, Entry] = {}
-        """Candidates of the present plan whose minimum is kept aside."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -172,132 +168,19 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event, return what is to be done. A clock that steps back is read as standing still."""
-        if now < self._now:
-            now = self._now
-        self._now = self.snapshot.now = now
+        if now < self.now:
+            now = self.now
+        self.now = self.snapshot.now = now
         effects: list[Effect] = []
-        self._effects = effects
+        self.effects = effects
         self._events.append((now, event, effects))
         self._handlers[type(event)](event)
         if self.queue.active or self.queue.changed or (self.reviews and self.reviews[0][0] <= now):
-            self._round()
+            self._plans.carry_out()
         wake_at = self._timers.announce()
         if wake_at is not None:
             effects.append(WakeAt(at=wake_at))
         return effects
-
-    # ---- a round of decisions ----
-
-    def _round(self) -> None:
-        """Ask the policy, and write each decision before asking for the next. A policy that stopped while it still
-        started actions is asked again; what it does not look at counts as passed over."""
-        active = self.queue.active
-        begun = True
-        while begun:
-            begun = False
-            for decision in self.policy.plan(self.snapshot):
-                begun = self._apply(decision) or begun
-            self.grants.let_go()
-            if self._aside:
-                self._line_up()
-            begun = begun and bool(active)
-        while active:
-            run = next(iter(active.values()))
-            self.snapshot.pass_over(next(iter(run.open.values())))
-        self.queue.changed.clear()
-
-    def _apply(self, decision: Decision) -> bool:
-        """Write one decision. True if an action was started. A wrong one stops everything, with the story."""
-        try:
-            if type(decision) is Begin:
-                self._begin(decision)
-                return True
-            if type(decision) is Adjust:
-                self._adjust(decision)
-            elif type(decision) is Hold:
-                self._hold(decision)
-            elif type(decision) is Preload:
-                self._preload(decision)
-        except InvariantError as error:
-            if error.story or isinstance(decision, Preload):
-                raise
-            raise self._bug(error.what, decision.entry) from error
-        return False
-
-    def _begin(self, decision: Begin) -> None:
-        entry, node = decision.entry, decision.node
-        self._expect(entry, State.QUEUED, "plan starts it")
-        self.grants.let_go()
-        if self._aside.pop(entry.id, None) is None:
-            self.queue.dequeue(entry)
-        place = entry.place
-        if place is not None and place.node != node and node:
-            self._settle_down(place, node)
-        shares = self.grants.take(entry, decision)
-        self._launch(entry, node, shares, entry.id if decision.riders else "")
-        entry.review_s = decision.review_s
-        for rider in decision.riders:
-            shares = self.grants.ride(rider, entry, node)
-            self.queue.dequeue(rider)
-            self._launch(rider, node, shares, entry.id)
-
-    def _settle_down(self, place: Place, node: str) -> None:
-        """The first action of a sandbox has chosen its node; the others wait for that node from now on."""
-        if place.node:
-            raise InvariantError(
-                f"plan starts an action of sandbox {place.id} on {node}, but it stands on {place.node}"
-            )
-        waiting = [entry for entry in place.actions.values() if entry.lane is not None]
-        for entry in waiting:
-            self.queue.dequeue(entry)
-        self.places.settle_down(place, node)
-        for entry in waiting:
-            self._enqueue_again(entry)
-
-    def _launch(self, entry: Entry, node: str, shares: tuple[Share, ...], batch: str) -> None:
-        entry.attempts += 1
-        entry.granted_at = entry.progress_at = self._now
-        entry.done_s = entry.unit_s = entry.review_s = 0.0
-        entry.speed = 1.0
-        entry.grant = Grant(entry.id, node, shares, entry.width, entry.attempts, batch)
-        self._move(entry, State.STARTING)
-        self.queue.serve(entry.run)
-        self._effects.append(Start(action=entry.action, grant=entry.grant))
-
-    def _adjust(self, decision: Adjust) -> None:
-        entry = decision.entry
-        if decision.review_s:
-            heappush(self.reviews, (self._now + decision.review_s, entry.seq, entry, entry.attempts))
-        before = entry.reserved
-        if decision.reserved == before and decision.limit == entry.limit:
-            return
-        pool = self.grants.adjust(decision, self._now)
-        if entry.reserved < before:
-            self.queue.wake(pool)
-        effect = Resize(action=entry.id, pool=pool.name, reserved=decision.reserved, limit=decision.limit)
-        self._effects.append(effect)
-
-    def _hold(self, decision: Hold) -> None:
-        entry = decision.entry
-        self._expect(entry, State.QUEUED, "plan holds units for it")
-        self.grants.keep_aside(decision)
-        self.queue.dequeue(entry)
-        self._aside[entry.id] = entry
-
-    def _line_up(self) -> None:
-        """What was held and not begun goes back to its turn, and is tried again when something changes."""
-        left = list(self._aside.values())
-        self._aside = {}
-        for entry in left:
-            self.queue.enqueue(entry)
-        for entry in left:
-            if entry.lane is not None and not entry.lane.blocked_on:
-                self.snapshot.pass_over(entry.lane)
-
-    def _preload(self, decision: Preload) -> None:
-        pool = self.snapshot.pool(GPU, decision.node)
-        devices = pool.peek_devices(decision.units, self.residents.chunks(decision.service, decision.node))
-        self._effects.append(Restore(service=decision.service, node=decision.node, devices=devices))
 
     # ---- submission ----
 
@@ -310,7 +193,7 @@ class Scheduler:
             self._refuse(action.id, *refusal)
             return
         self._sequence += 1
-        entry = Entry(action, run, place, self._sequence, self._now)
+        entry = Entry(action, run, place, self._sequence, self.now)
         possible = self._stranded.is_possible(entry)
         if not possible and not self.ledger.once_held(entry.needs, entry.node, entry.memory):
             self._refuse(action.id, "capacity", impossible(self, entry))
@@ -319,15 +202,15 @@ class Scheduler:
         if place is not None:
             self.places.join(place, entry)
         if action.deadline_s is not None:
-            self._timers.set(self._now + action.deadline_s, self._deadline_passed, entry)
+            self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
         entry.key = self.policy.order(entry, self.snapshot)
         if entry.elastic and entry.estimate is not None:
-            self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self._now)
+            self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self.now)
         if possible:
             self.queue.enqueue(entry)
         else:
             # What could hold it is away, such as a node that is down: it waits for that like those who were here.
-            self._enqueue_again(entry)
+            self.enqueue_again(entry)
 
     def _refusal(self, action: Action, run: Run, place: Place | None) -> tuple[str, str] | None:
         """The named limit that keeps the action out, with the sentence to say."""
@@ -344,7 +227,7 @@ class Scheduler:
         return None
 
     def _refuse(self, subject: str, limit: str, reason: str) -> None:
-        self._effects.append(Refuse(action=subject, limit=limit, reason=reason))
+        self.effects.append(Refuse(action=subject, limit=limit, reason=reason))
 
     # ---- what managers report ----
 
@@ -362,18 +245,18 @@ class Scheduler:
             return
         stopping = entry.state is State.STOPPING and entry.started_at is None
         if not stopping:
-            self._move(entry, State.RUNNING)
-        entry.started_at = entry.progress_at = self._now
+            self.move(entry, State.RUNNING)
+        entry.started_at = entry.progress_at = self.now
         if entry.restoring:
-            self.residents.learn_restore(entry.action.service, self._now - entry.granted_at)
+            self.residents.learn_restore(entry.action.service, self.now - entry.granted_at)
         if stopping:
             return
         if entry.elastic:
             entry.speed = self.grants.speed(entry)
         if entry.review_s:
-            heappush(self.reviews, (self._now + entry.review_s, entry.seq, entry, entry.attempts))
+            self.review(entry, entry.review_s)
         if entry.action.timeout_s is not None:
-            self._timers.set(self._now + entry.action.timeout_s, self._timeout_passed, entry, entry.attempts)
+            self._timers.set(self.now + entry.action.timeout_s, self._timeout_passed, entry, entry.attempts)
 
     def _on_start_failed(self, event: StartFailed) -> None:
         entry = self._live(event.action, event.attempt)
@@ -382,7 +265,7 @@ class Scheduler:
         if entry.state is State.STOPPING:
             self._end(entry, *self._stop_reason(entry), refund=True)
             return
-        self._expect(entry, State.STARTING, "StartFailed came")
+        self.expect(entry, State.STARTING, "StartFailed came")
         if event.retry and entry.attempts < self.limits.attempts_max:
             self._requeue(entry, refund=True)
         else:
@@ -402,7 +285,7 @@ class Scheduler:
         elif event.lost:
             self._lose(entry, event.lost, usage)
         else:
-            self._expect(entry, State.RUNNING, "Finished came")
+            self.expect(entry, State.RUNNING, "Finished came")
             self._learn(entry, usage)
             self._end(entry, Status.SUCCEEDED, "", usage)
 
@@ -410,20 +293,24 @@ class Scheduler:
         self._live(event.action, event.attempt)
 
     def _starved(self, entry: Entry, usage: Usage) -> bool:
-        started = entry.started_at if entry.started_at is not None else self._now
-        return usage.starved_s > STARVED_SHARE * max(self._now - started, 1e-9)
+        started = entry.started_at if entry.started_at is not None else self.now
+        return usage.starved_s > STARVED_SHARE * max(self.now - started, 1e-9)
 
     def _learn(self, entry: Entry, usage: Usage) -> None:
         assert entry.started_at is not None
-        elapsed = self._now - entry.started_at
+        elapsed = self.now - entry.started_at
         execution_s = max(0.0, elapsed - usage.overhead_s - usage.throttled_s)
         units = 1.0
         if entry.elastic:
-            entry.account(self._now)
+            entry.account(self.now)
             unit = CORE if entry.elastic == CPU else 1
             units = (entry.unit_s / elapsed if elapsed > 0.0 else min(entry.limit, entry.width)) / unit
         cpu_s = usage.cpu_s if CPU in entry.action.demand.pools else None
         self.knowledge.observe(entry.action, execution_s=execution_s, units=units, cpu_s=cpu_s)
+
+    def review(self, entry: Entry, after_s: float) -> None:
+        """Show this attempt of a running action to the policy again."""
+        heappush(self.reviews, (self.now + after_s, entry.seq, entry, entry.attempts))
 
     # ---- the end of an action ----
 
@@ -441,16 +328,16 @@ class Scheduler:
     def _requeue(self, entry: Entry, *, refund: bool = False, spent: dict[str, int] | None = None) -> None:
         """The attempt is over; the action takes its old turn again."""
         self._give_back(entry, refund=refund, spent=spent)
-        self._move(entry, State.QUEUED)
+        self.move(entry, State.QUEUED)
         entry.started_at = entry.grant = None
         entry.restoring = False
         entry.width = entry.reserved = entry.limit = 0
-        self._enqueue_again(entry)
+        self.enqueue_again(entry)
 
-    def _enqueue_again(self, entry: Entry) -> None:
+    def enqueue_again(self, entry: Entry) -> None:
         self.queue.enqueue(entry)
-        if self._stranded.add(entry, self._now):
-            self._timers.set(self._now + self.limits.stranded_s, self._still_stranded, entry, self._now)
+        if self._stranded.add(entry, self.now):
+            self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
     def _end(self, entry: Entry, status: Status, reason: str, usage: Usage = NO_USAGE, *, refund: bool = False) -> None:
         """Give everything back, settle, forget."""
@@ -458,7 +345,7 @@ class Scheduler:
             self.queue.dequeue(entry)
         else:
             self._give_back(entry, refund=refund, spent=usage.spent)
-        self._move(entry, _STATE_BY_STATUS.get(status, State.FAILED))
+        self.move(entry, _STATE_BY_STATUS.get(status, State.FAILED))
         del self.entries[entry.id]
         self._timers.drop(entry)
         if entry.stranded_at is not None:
@@ -468,7 +355,7 @@ class Scheduler:
             if freed is not None:
                 self.queue.wake(freed)
         self._settled[status] += 1
-        self._effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
+        self.effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
 
     def _give_back(self, entry: Entry, *, refund: bool, spent: dict[str, int] | None) -> None:
         for pool in self.grants.give_back(entry, refund=refund, spent=spent):
@@ -476,7 +363,7 @@ class Scheduler:
 
     def _outcome(self, entry: Entry, status: Status, reason: str, usage: Usage) -> Outcome:
         """Time since submission, divided: what is neither execution nor overhead of the last attempt was waiting."""
-        now = self._now
+        now = self.now
         execution_s = overhead_s = 0.0
         if entry.grant is not None:
             started = entry.started_at if entry.started_at is not None else now
@@ -493,11 +380,11 @@ class Scheduler:
             attempts=entry.attempts,
         )
 
-    def _move(self, entry: Entry, state: State) -> None:
+    def move(self, entry: Entry, state: State) -> None:
         try:
             entry.state = checked_transition(entry.state, state, entry.id)
         except InvariantError as error:
-            raise self._bug(error.what, entry) from error
+            raise self.bug(error.what, entry) from error
 
     # ---- stopping ----
 
@@ -511,9 +398,9 @@ class Scheduler:
         if entry.state is State.QUEUED:
             self._end(entry, status, reason)
         elif entry.state is not State.STOPPING:
-            self._move(entry, State.STOPPING)
+            self.move(entry, State.STOPPING)
             entry.stop = (status, reason)
-            self._effects.append(Stop(action=entry.id, reason=reason))
+            self.effects.append(Stop(action=entry.id, reason=reason))
 
     def _stop_reason(self, entry: Entry) -> tuple[Status, str]:
         assert entry.stop is not None, entry.id
@@ -532,7 +419,7 @@ class Scheduler:
             self._end(entry, Status.LOST, f"stranded: {impossible(self, entry)}")
 
     def _on_tick(self, event: Tick) -> None:
-        self._timers.fire(self._now)
+        self._timers.fire(self.now)
 
     # ---- pools that time fills ----
 
@@ -540,15 +427,15 @@ class Scheduler:
         """Try those who lack units of a quota again when it will have that many."""
         at = pool.available_at(units)
         if at < math.inf and not pool.fits(units):
-            self._timers.set_pool(max(at, self._now + REFILL_STEP_S), self._look_again, pool.name)
+            self._timers.set_pool(max(at, self.now + REFILL_STEP_S), self._look_again, pool.name)
 
     def wake_later(self, pool: PoolState, after_s: float) -> None:
-        self._timers.set_pool(self._now + after_s, self._look_again, pool.name)
+        self._timers.set_pool(self.now + after_s, self._look_again, pool.name)
 
     def _look_again(self, pool_name: str) -> None:
         pool = self.ledger.pools.get(pool_name)
         if pool is not None:
-            self.ledger.refill(pool, self._now)
+            self.ledger.refill(pool, self.now)
             self.queue.wake(pool)
 
     # ---- sandboxes, pools, nodes, runs, services ----
@@ -571,7 +458,7 @@ class Scheduler:
             self.queue.wake(freed)
 
     def _on_pool_changed(self, event: PoolChanged) -> None:
-        self.queue.wake(self.ledger.change_pool(event.pool, self._now))
+        self.queue.wake(self.ledger.change_pool(event.pool, self.now))
         self._find_stranded()
 
     def _on_node_changed(self, event: NodeChanged) -> None:
@@ -598,8 +485,8 @@ class Scheduler:
 
     def _find_stranded(self) -> None:
         """Actions that no pool can hold any more wait `stranded_s` for one to come back, then are lost."""
-        for entry in self._stranded.find(self._now):
-            self._timers.set(self._now + self.limits.stranded_s, self._still_stranded, entry, self._now)
+        for entry in self._stranded.find(self.now):
+            self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
     def _on_run_changed(self, event: RunChanged) -> None:
         self.ledger.reweigh(self.queue.run(event.run).usage, event.weight)
@@ -629,7 +516,7 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         return Statistics(
-            now=self._now,
+            now=self.now,
             waiting=self.queue.waiting,
             holding=len(self.grants.holding),
             sandboxes=len(self.places.by_sandbox),
@@ -657,19 +544,19 @@ class Scheduler:
     def _check_entry(self, entry: Entry) -> None:
         state = entry.state
         if state.terminal:
-            raise self._bug(f"{entry.id} has settled but is still live", entry)
+            raise self.bug(f"{entry.id} has settled but is still live", entry)
         if state.holds_units != bool(entry.holdings) or state.holds_units != (entry.id in self.grants.holding):
-            raise self._bug(f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry)
+            raise self.bug(f"{entry.id} is {state.value} but holds {len(entry.holdings)} pools", entry)
         if (state is State.QUEUED) != (entry.lane is not None):
-            raise self._bug(f"{entry.id} is {state.value} and in lane {entry.lane}", entry)
+            raise self.bug(f"{entry.id} is {state.value} and in lane {entry.lane}", entry)
         if (entry.stop is not None) != (state is State.STOPPING):
-            raise self._bug(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry)
+            raise self.bug(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry)
 
-    def _expect(self, entry: Entry, state: State, why: str) -> None:
+    def expect(self, entry: Entry, state: State, why: str) -> None:
         if entry.state is not state:
-            raise self._bug(f"{entry.id} is {entry.state.value}, not {state.value}, when {why}", entry)
+            raise self.bug(f"{entry.id} is {entry.state.value}, not {state.value}, when {why}", entry)
 
-    def _bug(self, what: str, entry: Entry) -> InvariantError:
+    def bug(self, what: str, entry: Entry) -> InvariantError:
         return InvariantError(what, self.story(entry.id))
 
 

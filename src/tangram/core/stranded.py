@@ -52,4 +52,4 @@ class Stranded:
 
 def _most(key: LaneKey) -> list[Need]:
     """The largest needs that any action of a lane may have."""
-    return [(kind, (1 << bits) - 1 if bits >= 0 else bits) for kind, bits in key[0] if bits]
+    return [(kind, most) for kind, _, most in key[0] if most]

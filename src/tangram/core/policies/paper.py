@@ -78,7 +78,7 @@ class Paper(ArrivalOrder):
             arrangement = arrange_units([self._durations(snapshot, c.entry, pool) for c in group], free)
         kept = self._evict_tail(snapshot, pool, group, arrangement)
         starts = [
-            Begin(candidate.entry, candidate.node, units)
+            Begin(candidate.entry, candidate.node, units if candidate.entry.elastic else 0)
             for candidate, units in zip(group, arrangement.choice(kept), strict=False)
         ]
         # Largest first: then any division that fits by count fits by place, whatever chunk is preferred.
