@@ -302,9 +302,9 @@ def test_a_cancelled_blocker_on_one_node_lets_those_go_who_have_no_place_yet(clu
 
 
 def test_an_action_without_hope_closes_nothing(cluster: Make) -> None:
-    c = cluster(*NODE, stranded_s=100.0)
+    c = cluster(*NODE, API, stranded_s=100.0)
     c.submit("all", FOUR)
-    c.submit("wide", FOUR)
+    c.submit("wide", {"cpu": cores(4), "api": fixed(1)})
     c.submit("small", ONE)
     c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=2000)))
     assert c.starts() == [], "four cores are still held"
@@ -315,21 +315,22 @@ def test_an_action_without_hope_closes_nothing(cluster: Make) -> None:
     assert c.starts() == ["wide"]
 
 
-def test_shares_that_change_while_two_wait_behind_each_other_do_not_stop_both(cluster: Make) -> None:
-    """Each of two actions has closed a pool; who goes first changes with the shares, of which nobody is told."""
-    c = cluster(*NODE, API, Pool(kind="other", total=4))
-    c.submit("cores", FOUR, run="x")
-    c.submit("calls", {"api": fixed(4)}, run="y")
-    c.submit("a", {"cpu": cores(4), "api": fixed(4)}, run="x")
-    c.submit("b", {"cpu": cores(4), "api": fixed(4)}, run="y")
-    c.send(RunChanged(run="x", weight=4.0))
-    c.run("cores")
-    c.send(RunChanged(run="x", weight=0.1))
-    c.submit("more", {"other": fixed(4)}, run="x")
+def test_of_two_that_wait_behind_each_other_the_one_whose_turn_it_is_now_starts(cluster: Make) -> None:
+    """Who goes first changes with the shares, and nobody is woken by that."""
+    c = cluster(API, Pool(kind="search", total=4), Pool(kind="other", total=4))
+    c.submit("calls", {"api": fixed(4)}, run="z")
+    c.submit("searches", {"search": fixed(4)}, run="z")
+    c.submit("both", {"api": fixed(4), "search": fixed(4)}, run="y")
+    c.submit("one", {"api": fixed(4)}, run="x")
     c.run("calls")
-    assert c.starts() == ["b"], "x has more now"
-    c.run("b")
-    assert c.starts() == ["a"]
+    assert c.starts() == [], "neither run was ever served: y came first, and keeps the calls until it has both"
+    assert c.explain("one").startswith("one waits behind both, which goes first")
+    c.submit("more", {"other": fixed(4)}, run="y")
+    assert c.starts() == ["more"]
+    c.run("searches")
+    assert c.starts() == ["one"], "y has more now, so it is x's turn, though only y was woken"
+    c.run("one")
+    assert c.starts() == ["both"]
 
 
 def test_check_finds_a_lane_that_nobody_will_wake(cluster: Make) -> None:

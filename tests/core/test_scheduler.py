@@ -297,6 +297,14 @@ def test_a_failed_start_refunds_what_it_was_charged(cluster: Make) -> None:
     assert c.free("tokens") == 10
 
 
+def test_a_failed_start_is_refunded_before_it_is_tried_again(cluster: Make) -> None:
+    c = cluster(TOKENS)
+    c.submit("a", {"tokens": fixed(7)})
+    c.start_failed("a")
+    assert c.starts() == ["a"]
+    assert c.free("tokens") == 3
+
+
 def test_what_our_side_lost_runs_again_only_if_the_caller_allows_it(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("once", {"cpu": cores(2)})
