@@ -172,3 +172,15 @@ def test_an_action_and_its_outcome_survive_a_wire(status: Status) -> None:
     outcome = Outcome(action="a", status=status, usage=Usage(cpu_s=1.25, spent={"tokens": 7}), attempts=2)
     for record in (action, outcome):
         assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("id", 5), ("run", None), ("task", 1), ("duration_s", "5"), ("timeout_s", True), ("demand", {"cpu": 1})],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
+    fields = {"id": "a", "demand": Demand({"cpu": cores(1)}), field: value}
+    with pytest.raises(InvalidAction) as caught:
+        Action(**fields)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert caught.value.value == value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ from tangram.core.policies import policy
 from tangram.core.policies.base import ArrivalOrder, Begin, Decision
 from tangram.core.scheduler import STORY_EVENTS, Limits, Scheduler
 from tangram.core.snapshot import Snapshot
-from tangram.errors import InvalidConfig, InvariantError
+from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
 Make = Callable[..., Any]
 
@@ -675,3 +676,22 @@ def test_a_node_may_be_announced_before_its_pools(cluster: Make) -> None:
     c = cluster()
     assert c.send(NodeChanged(node="n0", state=NodeState.DRAINING)) == []
     assert c.scheduler.ledger.nodes == {"n0": NodeState.DRAINING}
+
+
+# ---- the door ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("event", "now"), [("x", 0.0), (Tick(), math.nan), (Tick(), math.inf)])
+def test_what_is_no_event_or_comes_at_no_time_is_refused_and_changes_nothing(event: Any, now: float) -> None:
+    scheduler = Scheduler(policy("adaptive"), cpu_node("n0", 2))
+    with pytest.raises(InvalidInput, match="an event of tangram.core.messages, at a finite time"):
+        scheduler.handle(event, now)
+    assert scheduler.statistics().now == 0.0
+
+
+def test_a_refused_action_leaves_no_run_behind() -> None:
+    scheduler = Scheduler(policy("adaptive"), cpu_node("n0", 2), limits=Limits(runs_max=1))
+    scheduler.handle(Submit(action=Action(id="a", run="one", demand=Demand({"cpu": cores(1)}))), 0.0)
+    effects = scheduler.handle(Submit(action=Action(id="b", run="two", demand=Demand({"cpu": cores(1)}))), 0.0)
+    assert [effect.limit for effect in effects if isinstance(effect, Refuse)] == ["runs_max"]
+    assert list(scheduler.statistics().runs) == ["one"]

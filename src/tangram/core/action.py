@@ -136,17 +136,19 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """It may run again after our side lost it."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.demand, Demand):
+            raise InvalidAction("demand", self.demand, "a Demand, such as Demand({'cpu': cores(1, 8)})")
         for field in ("id", "run"):
             value = getattr(self, field)
-            if not value or len(value) > ID_LENGTH_MAX or not value.isprintable():
+            if not isinstance(value, str) or not value or len(value) > ID_LENGTH_MAX or not value.isprintable():
                 raise InvalidAction(field, value, f"1 to {ID_LENGTH_MAX} printable characters")
         for field in ("task", "trajectory", "sandbox", "kind", "key", "service"):
             value = getattr(self, field)
-            if len(value) > ID_LENGTH_MAX or not value.isprintable():
+            if not isinstance(value, str) or len(value) > ID_LENGTH_MAX or not value.isprintable():
                 raise InvalidAction(field, value, f"at most {ID_LENGTH_MAX} printable characters")
         for field in ("duration_s", "timeout_s", "deadline_s"):
             seconds = getattr(self, field)
-            if seconds is not None and not 0.0 < seconds < math.inf:
+            if seconds is not None and not (type(seconds) in (float, int) and 0.0 < seconds < math.inf):
                 raise InvalidAction(field, seconds, "a positive, finite number of seconds")
         if not isinstance(self.priority, int) or not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
             raise InvalidAction("priority", self.priority, f"a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")

@@ -112,7 +112,7 @@ def learned(limit_cores: float = 4.0) -> Amounts:
 
 
 def _milli_cores(count: float) -> int:
-    if not math.isfinite(count):
+    if type(count) not in (float, int) or not math.isfinite(count):
         raise InvalidAction("demand.cpu", count, "a finite number of cores")
     return round(count * CORE)
 
@@ -125,8 +125,11 @@ class Demand(msgspec.Struct, frozen=True):
     """Along the elastic pool. None: learned from the actions of the same class."""
 
     def __post_init__(self) -> None:
-        if not self.pools:
+        if not isinstance(self.pools, dict) or not self.pools:
             raise InvalidAction("demand.pools", self.pools, "at least one pool kind with its amounts")
+        for kind, amounts in self.pools.items():
+            if not isinstance(amounts, Amounts):
+                raise InvalidAction(f"demand.pools[{kind!r}]", amounts, "Amounts, such as fixed(1) or cores(1, 8)")
         elastic = [kind for kind, amounts in self.pools.items() if amounts.elastic]
         if len(elastic) > 1:
             raise InvalidAction("demand.pools", elastic, "at most one elastic pool; give the others a fixed amount")

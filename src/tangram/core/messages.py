@@ -174,7 +174,9 @@ class Reserve(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.sandbox:
             raise InvalidAction("sandbox", self.sandbox, "an id of at least one character")
-        if self.memory < 0:
+        if not isinstance(self.run, str) or not self.run:
+            raise InvalidAction(f"run of sandbox {self.sandbox}", self.run, "a name of at least one character")
+        if not isinstance(self.memory, int) or self.memory < 0:
             raise InvalidAction(f"memory of sandbox {self.sandbox}", self.memory, "a whole number of MiB, at least 0")
 
 

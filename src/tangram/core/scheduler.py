@@ -55,13 +55,13 @@ from tangram.core.places import Places
 from tangram.core.plans import Plans
 from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.profile import Knowledge
-from tangram.core.queue import Entry, Place, Queue, Run
+from tangram.core.queue import Entry, Place, Queue
 from tangram.core.residents import Residents
 from tangram.core.snapshot import Snapshot
 from tangram.core.stranded import Stranded
 from tangram.core.timers import Timers
 from tangram.core.trace import describe, mentions
-from tangram.errors import InvalidConfig, InvariantError
+from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
 STORY_EVENTS = 4096
 """The last events kept in memory for stories; a trace on disk keeps all."""
@@ -80,6 +80,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Actions that wait, over all runs."""
     run_queue_max: int = 2_000_000
     """Actions of one run that wait."""
+    runs_max: int = 10_000
+    """Names of runs that were ever seen; each keeps its lanes and its share."""
     sandboxes_max: int = 1_000_000
     """Sandboxes that hold or wait for memory."""
     ageing_s: float = 600.0
@@ -168,13 +170,16 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event, return what is to be done. A clock that steps back is read as standing still."""
+        handler = self._handlers.get(type(event))
+        if handler is None or not now < math.inf:
+            raise InvalidInput("event", (event, now), "an event of tangram.core.messages, at a finite time")
         if now < self.now:
             now = self.now
         self.now = self.snapshot.now = now
         effects: list[Effect] = []
         self.effects = effects
         self._events.append((now, event, effects))
-        self._handlers[type(event)](event)
+        handler(event)
         if self.queue.active or self.queue.changed or (self.reviews and self.reviews[0][0] <= now):
             self._plans.carry_out()
         wake_at = self._timers.announce()
@@ -186,13 +191,13 @@ class Scheduler:
 
     def _on_submit(self, event: Submit) -> None:
         action = event.action
-        run = self.queue.run(action.run)
         place = self.places.by_sandbox.get(action.sandbox) if action.sandbox else None
-        refusal = self._refusal(action, run, place)
+        refusal = self._refusal(action, place)
         if refusal is not None:
             self._refuse(action.id, *refusal)
             return
         self._sequence += 1
+        run = self.queue.run(action.run)
         entry = Entry(action, run, place, self._sequence, self.now)
         possible = self._stranded.is_possible(entry)
         if not possible and not self.ledger.once_held(entry.needs, entry.node, entry.memory):
@@ -212,14 +217,17 @@ class Scheduler:
             # What could hold it is away, such as a node that is down: it waits for that like those who were here.
             self.enqueue_again(entry)
 
-    def _refusal(self, action: Action, run: Run, place: Place | None) -> tuple[str, str] | None:
+    def _refusal(self, action: Action, place: Place | None) -> tuple[str, str] | None:
         """The named limit that keeps the action out, with the sentence to say."""
         limits = self.limits
+        run = self.queue.runs.get(action.run)
+        if run is None and len(self.queue.runs) >= limits.runs_max:
+            return "runs_max", f"{limits.runs_max} runs are known; use the name of one of them"
         if action.id in self.entries:
             return "id", f"an action with the id {action.id} is already live; ids must be unique"
         if self.queue.waiting >= limits.queue_max:
             return "queue_max", f"the queue holds {limits.queue_max} actions; wait until some have settled"
-        if run.waiting >= limits.run_queue_max:
+        if run is not None and run.waiting >= limits.run_queue_max:
             reason = f"run {run.name} has {limits.run_queue_max} waiting actions; wait until some have settled"
             return "run_queue_max", reason
         if action.sandbox and (place is None or place.released):
