@@ -18,6 +18,7 @@ from tangram.core.messages import (
     NodeChanged,
     NodeState,
     Pool,
+    Refuse,
     Release,
     Reserve,
     Resized,
