@@ -685,7 +685,7 @@ def test_a_node_may_be_announced_before_its_pools(cluster: Make) -> None:
 @pytest.mark.parametrize(("event", "now"), [("x", 0.0), (Tick(), math.nan), (Tick(), math.inf)])
 def test_what_is_no_event_or_comes_at_no_time_is_refused_and_changes_nothing(event: Any, now: float) -> None:
     scheduler = Scheduler(policy("adaptive"), cpu_node("n0", 2))
-    with pytest.raises(InvalidInput, match="an event of tangram.core.messages, at a finite time"):
+    with pytest.raises(InvalidInput, match="expected an event"):
         scheduler.handle(event, now)
     assert scheduler.statistics().now == 0.0
 
