@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -68,6 +69,8 @@ class Workers:
         # Spawned, not forked: the caller may have threads, such as that of a progress bar. With the interrupt blocked,
         # because Ctrl-C reaches the whole group and it is the parent that ends the workers.
         context = multiprocessing.get_context("spawn")
+        # Python's own helper process comes first: starting it unblocks the interrupt.
+        resource_tracker.ensure_running()
         with _interrupt_blocked():
             while len(self._workers) < count:
                 ours, theirs = context.Pipe()
