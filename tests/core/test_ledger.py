@@ -156,6 +156,8 @@ def test_a_node_that_shrank_offers_chunks_for_its_free_units_only() -> None:
     ledger.change_pool(a_pool(GPU, 8, node="g0"), 0.0)
     assert gpu.free == 3, "of the seven devices from 1 to 7 four wait for those beyond the last to be given back"
     assert gpu.free_chunks() == (1, 1, 0, 0)
+    assert gpu.fits(2)
+    assert not gpu.fits(3), "three devices are a chunk of four"
 
 
 def test_what_free_chunks_says_can_all_be_taken() -> None:

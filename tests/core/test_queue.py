@@ -315,6 +315,42 @@ def test_an_action_without_hope_closes_nothing(cluster: Make) -> None:
     assert c.starts() == ["wide"]
 
 
+def test_a_call_without_hope_closes_no_quota(cluster: Make) -> None:
+    c = cluster(API, Pool(kind="search", total=4))
+    c.submit("all", {"api": fixed(4)})
+    c.submit("many", {"api": fixed(4), "search": fixed(1)})
+    c.submit("few", {"api": fixed(1)})
+    c.send(PoolChanged(pool=Pool(kind="api", total=2)))
+    c.run("all")
+    assert c.starts() == ["few"]
+
+
+def test_an_aged_action_without_a_place_keeps_one_node_for_itself_and_leaves_the_others_alone(cluster: Make) -> None:
+    c = cluster(*NODE, *cpu_node("n1", 4), policy="adaptive", ageing_s=10.0)
+    for box, node in (("here", "n0"), ("there", "n1")):
+        c.send(Reserve(sandbox=box, memory=0, node=node))
+    c.submit("a", TWO, sandbox="here")
+    c.submit("b", ONE, sandbox="there")
+    c.submit("c", TWO, sandbox="there")
+    c.submit("wide", FOUR)
+    c.now = 11.0
+    c.submit("late here", ONE, sandbox="here")
+    assert c.starts() == [], "n0 has more free, so the aged one waits there"
+    c.submit("late there", ONE, sandbox="there")
+    assert c.starts() == ["late there"]
+    c.run("late there")
+    c.run("c")
+    c.submit("later there", ONE, sandbox="there")
+    assert c.starts() == ["later there"], "n1 has more free now, but it stays with the node that it waits for"
+    c.send(NodeChanged(node="n0", state=NodeState.DRAINING))
+    assert c.starts() == ["late here"], "n0 takes nobody new: what was kept there is given free"
+    c.submit("last there", ONE, sandbox="there")
+    assert c.starts() == [], "now it waits for n1"
+    c.run("b")
+    c.run("later there")
+    assert c.starts() == ["wide"]
+
+
 def test_of_two_that_wait_behind_each_other_the_one_whose_turn_it_is_now_starts(cluster: Make) -> None:
     """Who goes first changes with the shares, and nobody is woken by that."""
     c = cluster(API, Pool(kind="search", total=4), Pool(kind="other", total=4))
@@ -434,6 +470,22 @@ def test_what_finished_costs_nothing_later(cluster: Make) -> None:
     [lane] = s.queue.runs["default"].lanes.values()
     assert max(len(lane.heap), len(lane.fifo)) <= STALE_SPARE
     assert len(s._timers._heap) <= 600
+
+
+def test_whoever_leaves_a_lane_lets_the_next_be_looked_at(cluster: Make) -> None:
+    c = cluster(Pool(kind="tokens", total=1000), policy="adaptive")
+    c.submit("half", {"tokens": fixed(350)})
+    c.submit("rest", {"tokens": fixed(650)})
+    for units in range(1, EXACT_LANES_MAX + 1):
+        c.submit("lane", {"tokens": fixed(units)})
+        c.cancel("lane")
+    c.submit("more", {"tokens": fixed(700)}, duration_s=1.0)
+    c.submit("less", {"tokens": fixed(600)}, duration_s=2.0)
+    assert c.scheduler.entries["more"].lane is c.scheduler.entries["less"].lane
+    c.run("rest")
+    assert c.starts() == []
+    c.cancel("more")
+    assert c.starts() == ["less"]
 
 
 def test_a_draining_node_wakes_nobody_in_vain(cluster: Make) -> None:

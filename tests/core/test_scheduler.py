@@ -480,6 +480,21 @@ def test_a_bucket_starts_the_next_call_as_soon_as_it_has_enough(cluster: Make) -
     assert c.starts() == ["b"]
 
 
+def test_a_call_that_others_got_ahead_of_is_looked_at_again_when_the_bucket_has_enough_for_it(cluster: Make) -> None:
+    c = cluster(Pool(kind="calls", total=5, window=Window(seconds=10.0, bucket=True)), policy="adaptive")
+    c.submit("a", {"calls": fixed(5)})
+    assert c.submit("b", {"calls": fixed(5)}) == [WakeAt(at=10.0)]
+    c.now = 4.0
+    c.submit("c", {"calls": fixed(2)}, priority=1)
+    assert c.starts() == ["c"]
+    c.now = 10.0
+    c.send(Tick())
+    assert (c.starts(), c.wakes()) == ([], [14.0])
+    c.now = 14.0
+    c.send(Tick())
+    assert c.starts() == ["b"]
+
+
 def test_what_was_really_spent_corrects_the_estimate(cluster: Make) -> None:
     c = cluster(TOKENS)
     c.submit("a", {"tokens": fixed(7)})
@@ -585,6 +600,20 @@ def test_a_policy_may_leave_a_pool_to_those_who_use_it(cluster: Make) -> None:
         c.submit(name, ONE)
     assert c.running() == ["a"]
     c.run("a")
+    assert c.starts() == ["b"]
+
+
+def test_what_a_policy_left_waiting_for_a_spent_quota_is_offered_again_when_time_gives_it_back(cluster: Make) -> None:
+    def one_in_each_window(snapshot: Snapshot) -> Iterator[Decision]:
+        for candidate in snapshot.candidates():
+            if not snapshot.pool("tokens", "").spent:
+                yield Begin(candidate.entry, candidate.node)
+
+    c = cluster(TOKENS, policy=Planned(one_in_each_window))
+    c.submit("a", {"tokens": fixed(1)})
+    assert c.submit("b", {"tokens": fixed(1)}) == [WakeAt(at=60.0)]
+    c.run("a")
+    c.pass_time(60.0)
     assert c.starts() == ["b"]
 
 

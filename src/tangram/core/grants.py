@@ -204,3 +204,17 @@ class Grants:
         held = [holding for entry in self.holding.values() for holding in entry.holdings]
         held.extend(place.reserved for place in self._places.by_sandbox.values() if place.reserved is not None)
         return list({id(holding): holding for holding in held}.values())
+
+    def check(self) -> None:
+        """Recompute what elastic actions hold of every CPU pool. Raises InvariantError where that is counted wrong."""
+        for pool in self._ledger.kinds.get(CPU, {}).values():
+            elastic = list(self.elastic_by_pool.get(pool.name, {}).values())
+            held = sum(entry.reserved for entry in elastic)
+            least = sum(entry.action.demand.pools[CPU].min for entry in elastic)
+            if (pool.elastic_held, pool.elastic_min) != (held, least):
+                raise InvariantError(
+                    f"elastic actions hold {held} of {pool.name}, at least {least}; counted are {pool.elastic_held}"
+                    f" and {pool.elastic_min}"
+                )
+            if any(entry.id not in self.holding for entry in elastic):
+                raise InvariantError(f"an elastic action of {pool.name} holds nothing")

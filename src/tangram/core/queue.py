@@ -410,13 +410,14 @@ class Queue:
                 self._unblock(ahead)
                 self._open(ahead)
 
-    def wake(self, pool: PoolState) -> None:
-        """Something changed in a pool: the lanes that lacked it are open again."""
+    def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
+        """Something changed in a pool: the lanes that lacked it are open again, as far as its free units could be
+        enough for them. `all_lanes`: the pool itself is another, and who waits for it may want to wait elsewhere."""
         if pool.kind == CPU and not pool.gone and (self.elastic_waiting or pool.has_moved()):
             self.changed[pool.name] = pool
         # What lacks a quota says anew how long, so that it is looked at again in time.
         # Nor is an idle pool ever withheld, whatever was needed when it was larger.
-        free = pool.free if pool.window is None and pool.held else math.inf
+        free = pool.free if pool.window is None and pool.held and not all_lanes else math.inf
         waiters = self._of_pool.get(pool.name)
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
@@ -539,6 +540,9 @@ class Queue:
             waiting += run.waiting
         if waiting != self.waiting:
             raise InvariantError(f"{self.waiting} actions counted as waiting, lanes hold {waiting}")
+        elastic = sum(lane.waiting for run in self.runs.values() for lane in run.lanes.values() if lane.elastic == CPU)
+        if elastic != self.elastic_waiting:
+            raise InvariantError(f"{self.elastic_waiting} elastic actions counted as waiting, lanes hold {elastic}")
         closures = sum(len(waiters.blockers) for waiters in (*self._of_pool.values(), *self._of_kind.values()))
         if closures != self.closures:
             raise InvariantError(f"{self.closures} closures counted, there are {closures}")

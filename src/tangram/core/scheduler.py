@@ -444,7 +444,7 @@ class Scheduler:
         pool = self.ledger.pools.get(pool_name)
         if pool is not None:
             self.ledger.refill(pool, self.now)
-            self.queue.wake(pool)
+            self.queue.wake(pool, all_lanes=True)
 
     # ---- sandboxes, pools, nodes, runs, services ----
 
@@ -466,7 +466,7 @@ class Scheduler:
             self.queue.wake(freed)
 
     def _on_pool_changed(self, event: PoolChanged) -> None:
-        self.queue.wake(self.ledger.change_pool(event.pool, self.now))
+        self.queue.wake(self.ledger.change_pool(event.pool, self.now), all_lanes=True)
         self._find_stranded()
 
     def _on_node_changed(self, event: NodeChanged) -> None:
@@ -476,7 +476,7 @@ class Scheduler:
         if event.state is NodeState.DOWN:
             self._node_down(node)
         for pool in concerned:
-            self.queue.wake(pool)
+            self.queue.wake(pool, all_lanes=True)
         self._find_stranded()
 
     def _node_down(self, node: str) -> None:
@@ -541,6 +541,7 @@ class Scheduler:
         """Recompute every invariant from scratch. Raises InvariantError on the first that does not hold."""
         self.ledger.check(self.grants.all_holdings())
         self.queue.check()
+        self.grants.check()
         self.places.check()
         queued = 0
         for entry in self.entries.values():
