@@ -258,7 +258,19 @@ def small_case(seed: int, degrees: Sequence[int]) -> list[Waiting]:
     return waiting
 
 
-def estimated(ends: list[tuple[float, int]], rest: list[Waiting]) -> float:
+def cores_taken(units: int) -> int:
+    return units
+
+
+def devices_taken(units: int) -> int:
+    """A chunk: the next power of two."""
+    return min(size for size in (1, 2, 4, 8) if size >= units)
+
+
+Taken = Callable[[int], int]
+
+
+def estimated(ends: list[tuple[float, int]], rest: list[Waiting], taken: Taken) -> float:
     """The documented estimate: whoever does not start now queues up for the next units that come free, each at its
     minimum; the first may take up to DEPTH minima, whichever is best for the sum."""
     if not rest:
@@ -271,25 +283,25 @@ def estimated(ends: list[tuple[float, int]], rest: list[Waiting]) -> float:
         heap, total = sorted(ends), 0.0
         for action, units in zip(rest, [first, *(action.minimum for action in rest[1:])], strict=True):
             free, at = 0, 0.0
-            while heap and free < units:
+            while heap and free < taken(units):
                 at, freed = heapq.heappop(heap)
                 free += freed
-            if free > units:
-                heapq.heappush(heap, (at, free - units))
-            heapq.heappush(heap, (at + action.seconds(units), units))
+            if free > taken(units):
+                heapq.heappush(heap, (at, free - taken(units)))
+            heapq.heappush(heap, (at + action.seconds(units), taken(units)))
             total += at + action.seconds(units)
         totals.append(total)
     return min(totals)
 
 
-def best_by_prefix(waiting: list[Waiting], total: int) -> list[tuple[float, float, tuple[int, ...]]]:
+def best_by_prefix(waiting: list[Waiting], total: int, taken: Taken) -> list[tuple[float, float, tuple[int, ...]]]:
     """For every prefix that fits: the least exact part of any division, the whole objective then, and the division."""
     best = []
     for kept in range(1, len(waiting) + 1):
         divisions = [
             division
             for division in itertools.product(*(action.units for action in waiting[:kept]))
-            if sum(division) <= total
+            if sum(map(taken, division)) <= total
         ]
         if not divisions:
             break
@@ -298,8 +310,8 @@ def best_by_prefix(waiting: list[Waiting], total: int) -> list[tuple[float, floa
             return sum(action.seconds(units) for action, units in zip(waiting, division, strict=False))
 
         division = min(divisions, key=exact)
-        ends = [(action.seconds(units), units) for action, units in zip(waiting, division, strict=False)]
-        best.append((exact(division), exact(division) + estimated(ends, waiting[kept:]), division))
+        ends = [(action.seconds(units), taken(units)) for action, units in zip(waiting, division, strict=False)]
+        best.append((exact(division), exact(division) + estimated(ends, waiting[kept:], taken), division))
     return best
 
 
@@ -317,17 +329,25 @@ def starts_of_paper(waiting: list[Waiting], total: int, kind: str) -> dict[str, 
     return {name: units // unit for name, units in rig.started().items()}
 
 
-@pytest.mark.parametrize(("kind", "degrees"), [(CPU, range(1, 9)), (GPU, (1, 2, 4, 8))], ids=["cores", "chunks"])
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [(CPU, range(1, 9)), (GPU, (1, 2, 4, 8)), (GPU, (1, 2, 3, 5, 6))],
+    ids=["cores", "chunks", "parts of chunks"],
+)
 def test_paper_makes_the_starts_that_trying_everything_finds(kind: str, degrees: Sequence[int]) -> None:
     evictions = 0
+    taken = cores_taken if kind == CPU else devices_taken
     for seed in range(400):
         waiting = small_case(seed, degrees)
-        best = best_by_prefix(waiting, 8)
+        best = best_by_prefix(waiting, 8, taken)
         started = starts_of_paper(waiting, 8, kind)
         kept = len(started)
         assert sorted(started) == [action.name for action in waiting[:kept]], f"seed {seed}: not a prefix"
         exact, objective, division = best[kept - 1]
-        got = tuple(started[action.name] for action in waiting[:kept])
+        # The ledger says what was taken; more of it is always faster, so that is the most that it holds.
+        got = tuple(
+            max(units for units in action.units if taken(units) == started[action.name]) for action in waiting[:kept]
+        )
         cost = sum(action.seconds(units) for action, units in zip(waiting, got, strict=False))
         assert cost == pytest.approx(exact), f"seed {seed}: {got} is no better than {division}"
         # The tail is left waiting as long as that lowers the sum: down to here it did, one further it does not.
@@ -354,6 +374,19 @@ def test_paper_never_starts_a_tail_that_eviction_leaves() -> None:
     rig.now = 1.1
     rig.finish("long")
     assert rig.started() == {"tail": 8000}
+
+
+def test_paper_places_the_larger_first_though_its_number_is_fixed() -> None:
+    """The small ones go where their services are loaded, one into each half: the large one must have taken its own."""
+    rig = Rig("paper", gpu_node(4))
+    rig.submit("before", fixed(4), kind=GPU)
+    for service, device in (("judge", 0), ("teacher", 2)):
+        rig.handle(Resident(service=service, node="g0", devices=(device,)))
+        rig.submit(service, one_of(1, 2), kind=GPU, service=service, duration_s=1.0)
+    rig.submit("large", fixed(2), kind=GPU, duration_s=1.0)
+    rig.started()
+    rig.finish("before")
+    assert rig.started() == {"large": 2, "judge": 1, "teacher": 1}
 
 
 def test_paper_gives_the_minimum_to_what_it_knows_nothing_about() -> None:

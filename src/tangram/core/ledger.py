@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
 from tangram.core.messages import NodeState, Pool
-from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, level_of
+from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, chunk_size
 from tangram.errors import InvalidConfig, InvariantError
 
 CORE_KIND = "core"
@@ -135,7 +135,11 @@ class PoolState:
     def fits(self, units: int) -> bool:
         if not isinstance(self.place, Chunks):
             return self.free >= units
-        return self.free >= 1 << level_of(units) and self.place.fits(units)
+        return self.free >= chunk_size(units) and self.place.fits(units)
+
+    def counted(self, units: int) -> int:
+        """What the ledger counts when `units` are granted: devices come in whole chunks."""
+        return chunk_size(units) if self.kind == GPU else units
 
     def could_fit(self, units: int) -> bool:
         """Would it fit if nobody had anything?"""
@@ -277,7 +281,7 @@ class Ledger:
     def hold(self, state: PoolState, units: int, run: RunUsage, preferred: Sequence[tuple[int, int]] = ()) -> Holding:
         """Give `units` of a pool to somebody. Spent units are charged, the others held."""
         if state.kind == GPU:
-            units = 1 << level_of(units)
+            units = chunk_size(units)
         if not state.fits(units):
             raise InvariantError(
                 f"plan oversells {state.name}: {units} units wanted, {state.free} of {state.total} free"
@@ -445,7 +449,7 @@ def _holds(kind: str, total: int, units: int) -> bool:
     if units == LEARNED:
         return total > 0
     if kind == GPU and units:
-        return 1 << level_of(units) <= total
+        return chunk_size(units) <= total
     return units <= total
 
 

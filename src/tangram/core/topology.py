@@ -35,6 +35,11 @@ def level_of(units: int) -> int:
     return (units - 1).bit_length()
 
 
+def chunk_size(units: int) -> int:
+    """Devices of the smallest chunk that holds `units`: what a grant of them takes."""
+    return 1 << level_of(units)
+
+
 class Chunks:
     """The devices of one node as a buddy allocator.
 

@@ -77,12 +77,9 @@ class Paper(ArrivalOrder):
             free = pool.free + sum(c.entry.action.demand.pools[pool.kind].min for c in group)
             arrangement = arrange_units([self._durations(snapshot, c.entry, pool) for c in group], free)
         kept = self._evict_tail(snapshot, pool, group, arrangement)
-        starts = [
-            Begin(candidate.entry, candidate.node, units if candidate.entry.elastic else 0)
-            for candidate, units in zip(group, arrangement.choice(kept), strict=False)
-        ]
         # Largest first: then any division that fits by count fits by place, whatever chunk is preferred.
-        return sorted(starts, key=lambda start: -start.units)
+        by_size = sorted(zip(group, arrangement.choice(kept), strict=False), key=lambda pair: -pair[1])
+        return [Begin(c.entry, c.node, units if c.entry.elastic else 0) for c, units in by_size]
 
     def _durations(self, snapshot: Snapshot, entry: Entry, pool: PoolState) -> Durations:
         amounts = entry.action.demand.pools[pool.kind]
@@ -120,7 +117,7 @@ class Paper(ArrivalOrder):
         choice = arrangement.choice(kept)
         ends = list(running)
         for candidate, units in zip(group, choice, strict=False):
-            ends.append((snapshot.seconds(candidate.entry, pool, units), units))
+            ends.append((snapshot.seconds(candidate.entry, pool, units), pool.counted(units)))
         rest = [candidate.entry for candidate in group[kept:]] + behind
         return arrangement.cost(kept) + self._estimate(snapshot, pool, ends, rest[:ESTIMATED_MAX])
 
@@ -144,12 +141,12 @@ class Paper(ArrivalOrder):
 
     def _queue_up(self, snapshot: Snapshot, pool: PoolState, heap: list[Completion], entry: Entry, units: int) -> float:
         """When the action would end if it took the next `units` that come free."""
-        free, at = 0, 0.0
-        while heap and free < units:
+        taken, free, at = pool.counted(units), 0, 0.0
+        while heap and free < taken:
             at, freed = heappop(heap)
             free += freed
-        if free > units:
-            heappush(heap, (at, free - units))
+        if free > taken:
+            heappush(heap, (at, free - taken))
         end = at + snapshot.seconds(entry, pool, units)
-        heappush(heap, (end, units))
+        heappush(heap, (end, taken))
         return end
