@@ -382,8 +382,8 @@ def test_paper_places_the_larger_first_though_its_number_is_fixed() -> None:
     rig.submit("before", fixed(4), kind=GPU)
     for service, device in (("judge", 0), ("teacher", 2)):
         rig.handle(Resident(service=service, node="g0", devices=(device,)))
-        rig.submit(service, one_of(1, 2), kind=GPU, service=service, duration_s=1.0)
-    rig.submit("large", fixed(2), kind=GPU, duration_s=1.0)
+        rig.submit(service, one_of(1, 2), kind=GPU, service=service)
+    rig.submit("large", fixed(2), kind=GPU)
     rig.started()
     rig.finish("before")
     assert rig.started() == {"large": 2, "judge": 1, "teacher": 1}
