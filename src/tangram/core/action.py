@@ -28,6 +28,8 @@ class State(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # the default of Enum is a Python function, on every look into a table
+
     @property
     def terminal(self) -> bool:
         return not TRANSITIONS[self]
@@ -71,8 +73,10 @@ class Status(enum.Enum):
     LOST = "lost"
     """Our side failed; never the agent's fault."""
 
+    __hash__ = object.__hash__
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+
+class Usage(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What an action really used, as its manager measured it."""
 
     cpu_s: float = 0.0
@@ -89,7 +93,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 NO_USAGE = Usage()
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The one end of an action."""
 
     action: str
@@ -107,7 +111,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.waiting_s + self.execution_s + self.overhead_s
 
 
-class Action(msgspec.Struct, frozen=True, kw_only=True):
+class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One atomic use of outside resources by one trajectory."""
 
     id: str

@@ -29,7 +29,7 @@ Need = tuple[str, int]
 """A pool kind and the minimum of it, or LEARNED."""
 
 
-class Amounts(msgspec.Struct, frozen=True):
+class Amounts(msgspec.Struct, frozen=True, gc=False):
     """The admissible amounts of one pool: a fixed number, a range with a step, or a discrete set."""
 
     min: int
@@ -117,7 +117,7 @@ def _milli_cores(count: float) -> int:
     return round(count * CORE)
 
 
-class Demand(msgspec.Struct, frozen=True):
+class Demand(msgspec.Struct, frozen=True, gc=False):
     """A vector: per pool kind the admissible amounts. All are granted together or none is."""
 
     pools: dict[str, Amounts]

@@ -16,14 +16,14 @@ from tangram.core.demand import CORE, CPU, MEMORY
 from tangram.errors import InvalidAction, InvalidConfig
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
     """Tagged with its class name when encoded."""
 
 
 # ---- what pools and nodes are made of -------------------------------------------------------------------------
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class Window(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """How spent units come back with time."""
 
     seconds: float
@@ -35,7 +35,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("window.seconds", self.seconds, "a positive, finite number of seconds")
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A named, counted capacity. Its units are held until Finished, or spent and given back by time."""
 
     kind: str
@@ -91,7 +91,7 @@ class NodeState(enum.Enum):
 # ---- grants ---------------------------------------------------------------------------------------------------
 
 
-class Share(msgspec.Struct, frozen=True):
+class Share(msgspec.Struct, frozen=True, gc=False):
     """The part of a grant that comes from one pool."""
 
     pool: str
@@ -103,7 +103,7 @@ class Share(msgspec.Struct, frozen=True):
     """NUMA nodes for `cpu`, ids of cores for `core`, ids of devices for `gpu`."""
 
 
-class Grant(msgspec.Struct, frozen=True):
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """The scheduler's decision: this action, these units, placed here. All or nothing."""
 
     action: str

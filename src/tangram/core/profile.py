@@ -37,7 +37,7 @@ DURATION_FLOOR_S = 1e-4
 ClassKey = tuple[str, ...]
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class Estimate(msgspec.Struct, frozen=True, gc=False):
     """What is believed of an action before it runs."""
 
     work_s: float

@@ -159,7 +159,7 @@ class Lane:
     """Waiting actions of one run with equal needs on one node, of one service."""
 
     __slots__ = (
-        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "least", "node", "run",
+        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "lacks", "least", "node", "run",
         "service", "waiting",
     )  # fmt: skip
 
@@ -170,6 +170,8 @@ class Lane:
         """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
         self.least = self.floor
         """Units that must be free for its first action, while it is set aside for lack of them."""
+        self.lacks: PoolState | None = None
+        """The pool that has fewer than `least` units free, if that is all that keeps its first action waiting."""
         self.service = service
         self.kinds = kinds
         self.elastic = elastic
@@ -195,6 +197,7 @@ class Lane:
             heappush(self.heap, (-entry.action.priority, entry.key, entry.seq, entry))
             if self.heap[0][3] is entry:
                 self.least = self.floor
+                self.lacks = None
         if entry.fifo_lane is not self:
             entry.fifo_lane = self
             fifo = self.fifo
@@ -205,7 +208,7 @@ class Lane:
 
     def leave(self, entry: Entry) -> None:
         """It starts, settles or moves; its slots in heap and fifo are cleared when they come to the top."""
-        entry.lane = None
+        entry.lane = self.lacks = None
         self.waiting -= 1
         slots_max = 2 * self.waiting + STALE_SPARE
         if len(self.heap) > slots_max or len(self.fifo) > slots_max:
@@ -273,7 +276,7 @@ class Run:
         self.waiting = 0
 
 
-class Lack(msgspec.Struct, frozen=True):
+class Lack(msgspec.Struct, frozen=True, gc=False):
     """Why an action cannot start now."""
 
     waiters: Sequence[Waiters]
@@ -286,8 +289,6 @@ class Lack(msgspec.Struct, frozen=True):
     """The node that an action without a place waits for, if it does ..."""
     target_pools: Sequence[Waiters] = ()
     """... and the pools there, which it closes once it has aged."""
-    least: int = 0
-    """Of the only pool it asks for, the units that must be free for it; 0: not known."""
 
 
 class Queue:
@@ -339,7 +340,8 @@ class Queue:
         if not lane.blocked_on:
             self._open(lane)
         if CPU in lane.kinds:
-            for pool in self._ledger.kinds[CPU].values():
+            pools = self._ledger.kinds[CPU]
+            for pool in (pools[node],) if node in pools else pools.values():
                 if node in ("", pool.node) and (entry.elastic == CPU or pool.is_tight(lane.floor)):
                     self.changed[pool.name] = pool
 
@@ -389,19 +391,9 @@ class Queue:
         The order changes with time and shares, and nobody is woken by that. So it may be that those who go before it
         now were themselves set aside behind it: they are looked at again.
         """
-        run = lane.run
-        del run.open[id(lane)]
-        if not run.open:
-            del self.active[run.name]
-        lane.blocked_on = tuple(lack.waiters)
-        lane.least = max(lane.floor, lack.least)
-        for waiters in lack.waiters:
-            waiters.lanes[id(lane)] = lane
-        oldest = lane.oldest()
-        if oldest.submitted_at + self.ageing_s <= now:
-            lane.aged_seq = oldest.seq
-        elif oldest.submitted_at + self.ageing_s < self._ageing_at:
-            self._ageing_at = oldest.submitted_at + self.ageing_s
+        lane.least = lane.floor
+        lane.lacks = None
+        self._set_aside(lane, tuple(lack.waiters), now)
         lane.behind = bool(lack.behind)
         for blocker in lack.behind:
             ahead = blocker.lane
@@ -409,6 +401,29 @@ class Queue:
             if ahead.behind:
                 self._unblock(ahead)
                 self._open(ahead)
+
+    def set_aside_for(self, lane: Lane, pool: PoolState, least: int, now: float) -> None:
+        """Close an open lane until a pool has units for its first action, which nobody keeps from it: `least` of them,
+        if it asks for nothing else, or 0."""
+        if least:
+            lane.least, lane.lacks = least, pool
+        else:
+            lane.least, lane.lacks = lane.floor, None
+        self._set_aside(lane, (self.of_pool(pool),), now)
+
+    def _set_aside(self, lane: Lane, blocked_on: tuple[Waiters, ...], now: float) -> None:
+        run, key = lane.run, id(lane)
+        del run.open[key]
+        if not run.open:
+            del self.active[run.name]
+        lane.blocked_on = blocked_on
+        for waiters in blocked_on:
+            waiters.lanes[key] = lane
+        oldest = lane.oldest()
+        if oldest.submitted_at + self.ageing_s <= now:
+            lane.aged_seq = oldest.seq
+        elif oldest.submitted_at + self.ageing_s < self._ageing_at:
+            self._ageing_at = oldest.submitted_at + self.ageing_s
 
     def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
         """Something changed in a pool: the lanes that lacked it are open again, as far as its free units could be
@@ -429,6 +444,8 @@ class Queue:
         """Those that `free` units could be enough for."""
         for lane in list(waiters.lanes.values()):
             if lane.least <= free:
+                if free == math.inf:
+                    lane.lacks = None
                 self._unblock(lane)
                 self._open(lane)
 

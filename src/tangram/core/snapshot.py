@@ -33,7 +33,7 @@ PEAK_MEMORY_S = 60.0
 """How long the most that inelastic actions held is remembered."""
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A waiting action that fits at its minimum on this node."""
 
     entry: Entry
@@ -236,6 +236,9 @@ class Snapshot:
         active = queue.active
         while active:
             lane, entry, aged = self._head(self._poorest(active))
+            if lane.lacks is not None and lane.lacks.free < lane.least and not aged:
+                queue.set_aside_for(lane, lane.lacks, lane.least, self.now)
+                continue
             node = self.fit(entry)
             if node is not None:
                 yield Candidate(entry, node, aged)
@@ -244,7 +247,7 @@ class Snapshot:
             elif self._short is not None and not aged and not strict:
                 # The usual case, made short: units are in use, and nobody is kept from them.
                 least = self._least(entry, self._short) if len(entry.needs) == 1 else 0
-                queue.set_aside(lane, Lack((queue.of_pool(self._short),), least=least), self.now)
+                queue.set_aside_for(lane, self._short, least, self.now)
                 continue
             self._leave_waiting(lane, entry, node)
 

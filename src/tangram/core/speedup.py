@@ -15,7 +15,7 @@ import msgspec
 from tangram.errors import InvalidAction
 
 
-class PowerLaw(msgspec.Struct, frozen=True, tag="power"):
+class PowerLaw(msgspec.Struct, frozen=True, gc=False, tag="power"):
     """s(k) = k ** exponent."""
 
     exponent: float
@@ -31,7 +31,7 @@ class PowerLaw(msgspec.Struct, frozen=True, tag="power"):
         return self.exponent
 
 
-class Amdahl(msgspec.Struct, frozen=True, tag="amdahl"):
+class Amdahl(msgspec.Struct, frozen=True, gc=False, tag="amdahl"):
     """s(k) = 1 / ((1 - parallel) + parallel / k)."""
 
     parallel: float
@@ -48,7 +48,7 @@ class Amdahl(msgspec.Struct, frozen=True, tag="amdahl"):
         return _exponent_over(self.at(units_max), units_max)
 
 
-class Table(msgspec.Struct, frozen=True, tag="table"):
+class Table(msgspec.Struct, frozen=True, gc=False, tag="table"):
     """Measured points, in between on a straight line in log-log, beyond the last one flat."""
 
     units: tuple[float, ...]

@@ -33,8 +33,10 @@ RESERVE_MIN = 4
 SMALL_CORE_S = 0.5
 """Expected core-seconds up to which an action reserves its full use. Beyond, the reserve falls with the square of
 what is expected to remain: in overload the short calls then run as if alone, and long ones share the rest."""
-REVIEW_FIRST_S = 0.5
-"""A running call is looked at again after this time, then at double ages: eight times in two minutes."""
+REVIEW_FIRST_S = 1.0
+"""A running call is looked at again after this time ..."""
+REVIEW_GROWTH = 3.0
+"""... and then whenever its age has grown by this factor."""
 REVIEW_SHARE = 0.25
 """A review that would change the reserve by less than this share leaves it."""
 REVIEWS_MAX = 16
@@ -143,7 +145,7 @@ class Adaptive:
         if abs(reserve - entry.reserved) < REVIEW_SHARE * entry.reserved:
             reserve = entry.reserved
         ran_s = snapshot.now - entry.started_at
-        review_s = max(REVIEW_FIRST_S, ran_s)
+        review_s = max(REVIEW_FIRST_S, (REVIEW_GROWTH - 1.0) * ran_s)
         if reserve == RESERVE_MIN:
             # Nothing changes before it has aged or comes near its timeout.
             review_s = max(review_s, snapshot.ages_in_s(entry))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tangram.core.snapshot import Snapshot
 
 
-class Begin(msgspec.Struct, frozen=True):
+class Begin(msgspec.Struct, frozen=True, gc=False):
     """Start this action now. `units` counts in its elastic pool, or in CPU if it has no elastic one."""
 
     entry: Entry
@@ -36,7 +36,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Offer it to the policy again in `snapshot.due()` once it has run this long; 0: never."""
 
 
-class Hold(msgspec.Struct, frozen=True):
+class Hold(msgspec.Struct, frozen=True, gc=False):
     """Keep this action's minimum aside while the plan goes on, so that the next candidate sees what is left.
 
     The first Begin of the plan gives all that is held back; an action that was held and not begun waits on."""
@@ -45,7 +45,7 @@ class Hold(msgspec.Struct, frozen=True):
     node: str
 
 
-class Adjust(msgspec.Struct, frozen=True):
+class Adjust(msgspec.Struct, frozen=True, gc=False):
     """Give this running CPU action another reserve and limit, in milli-cores."""
 
     entry: Entry
@@ -55,7 +55,7 @@ class Adjust(msgspec.Struct, frozen=True):
     """Offer it again after this many seconds; 0: as set before."""
 
 
-class Preload(msgspec.Struct, frozen=True):
+class Preload(msgspec.Struct, frozen=True, gc=False):
     """Restore this service onto free devices of a node ahead of its next action."""
 
     service: str
