@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tangram.core.action import Status
@@ -161,6 +162,24 @@ def test_a_sandbox_is_refused_with_the_limit_that_keeps_it_out(cluster: Make) ->
     c.send(Release(sandbox="b"))
     c.send(box("full", 500, node="small"))
     assert c.refusal() == ("capacity", "sandbox full asks for 500 MiB; node small has 24 free")
+
+
+def test_a_sandbox_that_is_refused_leaves_nothing_behind(cluster: Make) -> None:
+    c = cluster(*SMALL, runs_max=2)
+    for number, refused in enumerate([box("b", 2000), box("b", node="elsewhere"), box("b", 1025, node="small")]):
+        c.send(msgspec.structs.replace(refused, run=f"r{number}"))
+        assert c.refusal()
+    statistics = c.scheduler.statistics()
+    assert (statistics.runs, statistics.sandboxes) == ({}, 0)
+
+
+def test_a_sandbox_of_one_run_too_many_is_refused(cluster: Make) -> None:
+    c = cluster(*SMALL, runs_max=1)
+    c.send(box("b", run="known"))
+    c.send(box("c", run="another"))
+    assert c.refusal() == ("runs_max", "1 runs are known; use the name of one of them")
+    assert list(c.scheduler.statistics().runs) == ["known"]
+    assert c.send(box("c", run="known")) == []
 
 
 def test_an_action_that_needs_no_node_chooses_none(cluster: Make) -> None:

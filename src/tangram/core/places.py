@@ -21,32 +21,29 @@ class Places:
         self._sandboxes_max = sandboxes_max
         self.by_sandbox: dict[str, Place] = {}
 
-    def reserve(self, event: Reserve, run: Run) -> tuple[str, str] | None:
-        """Let a sandbox in, or say the limit that keeps it out and why."""
-        memory_max = max([pool.total for pool in self._ledger.kinds.get(MEMORY, {}).values()], default=0)
-        if event.sandbox in self.by_sandbox:
-            return "id", f"sandbox {event.sandbox} is already reserved"
+    def refusal(self, event: Reserve) -> tuple[str, str] | None:
+        """The limit that keeps a sandbox out and why, if one does."""
+        sandbox, memory, node = event.sandbox, event.memory, event.node
+        pools = self._ledger.kinds.get(MEMORY, {})
+        if sandbox in self.by_sandbox:
+            return "id", f"sandbox {sandbox} is already reserved"
         if len(self.by_sandbox) >= self._sandboxes_max:
             return "sandboxes_max", f"{self._sandboxes_max} sandboxes are open; release some first"
-        if event.memory and not self._ledger.once_held((), event.node, event.memory):
-            reason = f"sandbox {event.sandbox} asks for {event.memory} MiB; the largest node has {memory_max}"
-            return "capacity", reason
-        place = Place(event.sandbox, event.memory, run)
-        refusal = self._adopt(place, event.node) if event.node else None
-        if refusal is None:
-            self.by_sandbox[event.sandbox] = place
-        return refusal
-
-    def _adopt(self, place: Place, node: str) -> tuple[str, str] | None:
-        """A sandbox whose node the caller chose, as one that already stands there, holds its memory at once."""
-        if self._ledger.nodes.get(node) is not NodeState.UP:
+        if memory and not self._ledger.once_held((), node, memory):
+            most = max([pool.total for pool in pools.values()], default=0)
+            return "capacity", f"sandbox {sandbox} asks for {memory} MiB; the largest node has {most}"
+        if node and self._ledger.nodes.get(node) is not NodeState.UP:
             return "node", f"node {node} is not up"
-        pool = self._ledger.kinds.get(MEMORY, {}).get(node)
-        if place.memory and (pool is None or not pool.fits(place.memory)):
-            free = pool.free if pool is not None else 0
-            return "capacity", f"sandbox {place.id} asks for {place.memory} MiB; node {node} has {free} free"
-        self.settle_down(place, node)
+        if node and memory and (node not in pools or not pools[node].fits(memory)):
+            free = pools[node].free if node in pools else 0
+            return "capacity", f"sandbox {sandbox} asks for {memory} MiB; node {node} has {free} free"
         return None
+
+    def reserve(self, event: Reserve, run: Run) -> None:
+        """Let a sandbox in. One whose node the caller chose, as it already stands there, holds its memory at once."""
+        place = self.by_sandbox[event.sandbox] = Place(event.sandbox, event.memory, run)
+        if event.node:
+            self.settle_down(place, event.node)
 
     def settle_down(self, place: Place, node: str) -> None:
         """The sandbox stands on this node from now on: memory for its whole life is held there."""

@@ -221,8 +221,8 @@ class Scheduler:
         """The named limit that keeps the action out, with the sentence to say."""
         limits = self.limits
         run = self.queue.runs.get(action.run)
-        if run is None and len(self.queue.runs) >= limits.runs_max:
-            return "runs_max", f"{limits.runs_max} runs are known; use the name of one of them"
+        if run is None and (full := self._full_of_runs(action.run)) is not None:
+            return full
         if action.id in self.entries:
             return "id", f"an action with the id {action.id} is already live; ids must be unique"
         if self.queue.waiting >= limits.queue_max:
@@ -233,6 +233,12 @@ class Scheduler:
         if action.sandbox and (place is None or place.released):
             return "sandbox", f"sandbox {action.sandbox} is not reserved; send Reserve first"
         return None
+
+    def _full_of_runs(self, name: str) -> tuple[str, str] | None:
+        limit, runs = self.limits.runs_max, self.queue.runs
+        if name in runs or len(runs) < limit:
+            return None
+        return "runs_max", f"{limit} runs are known; use the name of one of them"
 
     def _refuse(self, subject: str, limit: str, reason: str) -> None:
         self.effects.append(Refuse(action=subject, limit=limit, reason=reason))
@@ -449,9 +455,11 @@ class Scheduler:
     # ---- sandboxes, pools, nodes, runs, services ----
 
     def _on_reserve(self, event: Reserve) -> None:
-        refusal = self.places.reserve(event, self.queue.run(event.run))
+        refusal = self._full_of_runs(event.run) or self.places.refusal(event)
         if refusal is not None:
             self._refuse(event.sandbox, *refusal)
+            return
+        self.places.reserve(event, self.queue.run(event.run))
 
     def _on_release(self, event: Release) -> None:
         place = self.places.by_sandbox.get(event.sandbox)
