@@ -6,6 +6,7 @@ next, so that the policy always sees what is true. A wrong decision raises Invar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tangram.core.action import State
@@ -39,7 +40,7 @@ class Plans:
         begun = True
         while begun:
             begun = False
-            for decision in self._scheduler.policy.plan(self._snapshot):
+            for decision in self._decisions():
                 begun = self._apply(decision) or begun
             self._grants.let_go()
             if self._aside:
@@ -51,6 +52,15 @@ class Plans:
         for pool in self._queue.changed.values():
             pool.looked_at_free = pool.free
         self._queue.changed.clear()
+
+    def _decisions(self) -> Iterator[Decision]:
+        policy = self._scheduler.policy
+        plan = policy.plan(self._snapshot)
+        try:
+            return iter(plan)
+        except TypeError:
+            what = f"policy {policy.name} planned {plan!r}, expected an iterator of decisions"
+            raise InvariantError(what) from None
 
     def _apply(self, decision: Decision) -> bool:
         """Write one decision. True if an action was started. A wrong one stops everything, with the story."""
@@ -64,10 +74,14 @@ class Plans:
                 self._hold(decision)
             elif type(decision) is Preload:
                 self._preload(decision)
+            else:
+                name, expected = self._scheduler.policy.name, "Begin, Hold, Adjust or Preload"
+                raise InvariantError(f"policy {name} decided {decision!r}, expected {expected}")
         except InvariantError as error:
-            if error.story or isinstance(decision, Preload):
+            entry = getattr(decision, "entry", None)
+            if error.story or not isinstance(entry, Entry):
                 raise
-            raise self._scheduler.bug(error.what, decision.entry) from error
+            raise self._scheduler.bug(error.what, entry) from error
         return False
 
     def _begin(self, decision: Begin) -> None:

@@ -209,6 +209,12 @@ class Scheduler:
         if action.deadline_s is not None:
             self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
         entry.key = self.policy.order(entry, self.snapshot)
+        try:
+            comparable = entry.key <= math.inf
+        except TypeError:
+            comparable = False
+        if not comparable:
+            raise self.bug(f"policy {self.policy.name} orders {action.id} by {entry.key!r}, not by a number", entry)
         if entry.elastic and entry.estimate is not None:
             self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self.now)
         if possible:
