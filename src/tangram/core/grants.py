@@ -73,7 +73,7 @@ class Grants:
     def take(self, entry: Entry, decision: Begin) -> tuple[Share, ...]:
         """Hold every pool of the demand. It raises rather than take a part: the plan is wrong then, or we are."""
         node, demand = decision.node, entry.action.demand
-        key_kind = entry.elastic or next((kind for kind in WIDTH_KINDS if kind in demand.pools), "")
+        key_kind = entry.elastic or _width_kind(demand.pools)
         holdings: list[Holding] = []
         shares: list[Share] = []
         for kind, amounts in demand.pools.items():
@@ -218,3 +218,10 @@ class Grants:
                 )
             if any(entry.id not in self.holding for entry in elastic):
                 raise InvariantError(f"an elastic action of {pool.name} holds nothing")
+
+
+def _width_kind(pools: dict[str, Amounts]) -> str:
+    for kind in WIDTH_KINDS:
+        if kind in pools:
+            return kind
+    return ""

@@ -391,9 +391,19 @@ class Ledger:
         return usage
 
     def _use(self, run: RunUsage, kind: str, units: int) -> None:
+        """The run has `units` more of a kind, or fewer. Most changes are seen without a look at its other kinds."""
         used = run.units_by_kind
-        used[kind] = used.get(kind, 0) + units
-        run.share = self._share(run)
+        before = used.get(kind, 0)
+        used[kind] = before + units
+        total = self.total_by_kind[kind]
+        if total <= 0:
+            run.share = self._share(run)
+        elif units > 0:
+            share = (before + units) / total / run.weight
+            if share > run.share:
+                run.share = share
+        elif before / total / run.weight >= run.share:
+            run.share = self._share(run)
 
     def _share(self, run: RunUsage) -> float:
         """The largest part that the run has of any kind, over its weight."""
@@ -401,10 +411,11 @@ class Ledger:
         totals = self.total_by_kind
         for kind, units in run.units_by_kind.items():
             if units:
+                # What is left of a kind that has shrunk to nothing counts as all of it.
                 total = totals[kind]
-                if units > share * total:
-                    # What is left of a kind that has shrunk to nothing counts as all of it.
-                    share = units / total if total > 0 else max(share, 1.0)
+                part = units / total if total > 0 else 1.0
+                if part > share:
+                    share = part
         return share / run.weight
 
     def reweigh(self, run: RunUsage, weight: float) -> None:

@@ -86,21 +86,18 @@ class Profile:
         self.xx = 0.0
         self.xy = 0.0
 
-    def observe_work(self, work_s: float) -> None:
-        """One more duration, already converted to one unit."""
-        log_work = math.log(work_s)
-        if self.seen >= 1.0:
-            ceiling = self.log_mean + OUTLIER_SIGMAS * max(math.sqrt(self.log_var), SIGMA_FLOOR)
-            if log_work > ceiling:
-                log_work = ceiling
-                work_s = math.exp(ceiling)
-        self.seen += 1.0
-        rate = max(1.0 / self.seen, 1.0 / MEMORY_OBSERVATIONS)
+    def observe_work(self, work_s: float, log_work: float) -> None:
+        """One more duration, already converted to one unit, and its logarithm."""
+        seen = self.seen = self.seen + 1.0
+        rate = 1.0 / seen if seen < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
         delta = log_work - self.log_mean
-        if self.seen > 1.0:
-            spread = delta * delta * (1.0 - rate)
+        if seen > 1.0:
+            if delta > OUTLIER_SIGMAS * SIGMA_FLOOR and delta > OUTLIER_SIGMAS * self.sigma:
+                delta = OUTLIER_SIGMAS * self.sigma
+                work_s = math.exp(self.log_mean + delta)
             # While few were seen the prior spread counts like one observation.
-            self.log_var += max(1.0 / (self.seen + 1.0), 1.0 / MEMORY_OBSERVATIONS) * (spread - self.log_var)
+            fade = 1.0 / (seen + 1.0) if seen + 1.0 < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
+            self.log_var += fade * (delta * delta * (1.0 - rate) - self.log_var)
         self.log_mean += rate * delta
         self.mean += rate * (work_s - self.mean)
 
@@ -180,8 +177,9 @@ class Knowledge:
         else:
             seconds_on_one = seconds
         # The kind speaks only for keys that are new; those seen often need not be told to it again.
+        log_work = math.log(seconds_on_one)
         for profile in (exact, wider, kind) if wider.seen < KIND_TOLD else (exact, wider):
-            profile.observe_work(seconds_on_one)
+            profile.observe_work(seconds_on_one, log_work)
             if cpu_s is not None:
                 profile.observe_cpu(cpu_s, seconds * max(units, 1.0) if elastic else seconds)
 
