@@ -227,7 +227,7 @@ def test_a_dead_node_takes_its_pools_along_and_nobody_is_charged_for_them() -> N
     run = ledger.new_usage()
     holding = ledger.hold(cpu, 4000, run)
     assert run.share == 0.5
-    assert ledger.drop_node("n0") == [cpu]
+    assert ledger.change_node("n0", NodeState.DOWN) == [cpu]
     assert ledger.total_by_kind == {CPU: 4000}
     with pytest.raises(InvariantError, match="units of cpu@n0 are held, which is gone"):
         ledger.check([holding])
@@ -269,7 +269,7 @@ def test_what_was_possible_once_may_be_possible_again() -> None:
     ledger.change_pool(a_pool(CPU, 2000, node="n1"), 1.0)
     ledger.change_pool(a_pool(GPU, 4, node="n1"), 1.0)
     ledger.change_pool(a_pool("api", 3), 1.0)
-    ledger.drop_node("n0")
+    ledger.change_node("n0", NodeState.DOWN)
     assert ledger.once_held([(CPU, 8000), ("api", 3)], "", 0)
     assert not ledger.once_held([(CPU, 8001)], "", 0)
     assert not ledger.once_held([("api", 4)], "", 0)

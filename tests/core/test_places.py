@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from tangram.core.action import Status
-from tangram.core.demand import cores, fixed, learned
+from tangram.core.action import Action, Status
+from tangram.core.demand import Amounts, Demand, cores, fixed, learned, one_of
+from tangram.core.ledger import NODES_AWAY_MAX, SHAPES_MAX
 from tangram.core.messages import (
+    Cancel,
+    Finished,
     NodeChanged,
     NodeState,
     Pool,
@@ -18,7 +22,10 @@ from tangram.core.messages import (
     Refuse,
     Release,
     Reserve,
+    Resident,
     Stop,
+    Submit,
+    Tick,
     cpu_node,
 )
 from tangram.errors import InvariantError
@@ -326,6 +333,110 @@ def test_quotas_that_a_dead_node_held_are_free_again(cluster: Make) -> None:
     c.submit("b", {"api": fixed(1)})
     c.send(NodeChanged(node="small", state=NodeState.DOWN))
     assert c.starts() == ["b"]
+
+
+def counted(what: Any, seen: dict[int, None]) -> int:
+    """The elements of every container that can be reached from here."""
+    if id(what) in seen or isinstance(what, str | bytes | int | float | type | NodeState):
+        return 0
+    seen[id(what)] = None
+    if isinstance(what, dict):
+        inside = [*what.keys(), *what.values()]
+    elif isinstance(what, list | tuple | set | deque):
+        inside = list(what)
+    else:
+        slots = [name for kind in type(what).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside = [getattr(what, name, None) for name in [*slots, *getattr(what, "__dict__", {})]]
+        return sum(counted(some, seen) for some in inside if not callable(some))
+    return len(what) + sum(counted(some, seen) for some in inside)
+
+
+@pytest.mark.parametrize(("policy", "nodes"), [("adaptive", 10_000), ("fcfs", 3_000)])
+def test_nodes_that_come_and_go_under_ever_new_names_leave_nothing_behind(
+    cluster: Make, policy: str, nodes: int
+) -> None:
+    scheduler = cluster(policy=policy, ageing_s=0.5).scheduler
+
+    def act(name: str, pools: dict[str, Amounts], **fields: Any) -> Submit:
+        return Submit(action=Action(id=name, demand=Demand(pools), **fields))
+
+    for number in range(nodes):
+        name, long_ago = f"node-{number}", f"node-{max(0, number - 2 * NODES_AWAY_MAX)}"
+        if number % 2:
+            comes = [
+                *[PoolChanged(pool=pool) for pool in cpu_node(name, 4 + number % 3, memory_gib=1.0)],
+                box(name),
+                act("first", {"cpu": cores(1, 4)}, sandbox=name),
+                act("second", {"cpu": cores(4)}, sandbox=name),
+                act("no place yet", {"cpu": cores(4)}),
+            ]
+            goes = [Cancel(action="no place yet"), Release(sandbox=name), Finished(action="first")]
+        else:
+            comes = [
+                PoolChanged(pool=Pool(kind="gpu", node=name, total=8)),
+                Resident(service="judge", node=name, devices=(0, 1)),
+                act("first", {"gpu": one_of(1, 2)}, service="judge"),
+                act("no place yet", {"gpu": fixed(8)}),
+            ]
+            # The last words come after the name was forgotten, or just before.
+            goes = [Cancel(action="no place yet")] + [
+                Resident(service="judge", node=node, devices=(0,)) for node in (name, long_ago)
+            ]
+        for event in comes:
+            scheduler.handle(event, float(number))
+        # By now the one without a place has aged and closed the pools of the node.
+        for event in [Tick(), NodeChanged(node=name, state=NodeState.DOWN), *goes]:
+            scheduler.handle(event, number + 0.9)
+        assert not scheduler.entries
+    scheduler.check()
+    scheduler._events.clear()
+    assert counted(scheduler, {}) < 2_900, "less than one thing per node"
+    assert len(scheduler.ledger.nodes) == NODES_AWAY_MAX
+    assert not scheduler.ledger.pools
+
+
+def test_of_nodes_that_are_gone_the_last_ones_are_known_and_older_ones_are_new_again(cluster: Make) -> None:
+    """A late word about its pools does not bring a dead node back, until it was dead for that many others."""
+    c = cluster(*cpu_node("n0", 1))
+    for number in range(NODES_AWAY_MAX):
+        c.send(NodeChanged(node=f"n{number}", state=NodeState.DOWN))
+    c.send(PoolChanged(pool=LARGE[0]))
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    assert "n0" not in c.scheduler.ledger.nodes
+    for node in ("n1", "large"):
+        c.send(PoolChanged(pool=Pool(kind="cpu", node=node, total=8000)))
+        c.submit(f"a-{node}", EIGHT)
+        assert c.starts() == [], "it is known to be down"
+    for number in range(NODES_AWAY_MAX):
+        c.send(NodeChanged(node=f"m{number}", state=NodeState.DOWN))
+    assert list(c.scheduler.ledger.pools) == [], "what was said late is forgotten with it"
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="n1", total=8000)))
+    assert c.starts() == ["a-n1"]
+
+
+def test_a_node_that_comes_back_without_its_pools_has_none(cluster: Make) -> None:
+    c = cluster(*LARGE, stranded_s=60.0)
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    c.submit("a", EIGHT)
+    c.send(NodeChanged(node="large", state=NodeState.UP))
+    assert c.starts() == []
+    c.send(box("b", 100, node="large"))
+    assert c.refusal() == ("capacity", "sandbox b asks for 100 MiB; the largest node has 0")
+    assert c.explain("a") == "a asks for pool kind cpu, of which there is none; kinds: none"
+    c.send(PoolChanged(pool=LARGE[0]))
+    assert c.starts() == ["a"]
+
+
+def test_the_sizes_of_dead_nodes_are_remembered_up_to_a_number(cluster: Make) -> None:
+    c = cluster(*LARGE)
+    for number in range(SHAPES_MAX + 1):
+        c.send(PoolChanged(pool=Pool(kind="gpu", node=f"g{number}", total=number + 1)))
+        c.send(NodeChanged(node=f"g{number}", state=NodeState.DOWN))
+    assert len(c.scheduler.ledger._shapes) == SHAPES_MAX
+    c.submit("may come back", {"gpu": fixed(SHAPES_MAX)})
+    assert c.wakes(), "it waits for such a node"
+    c.submit("never was", {"gpu": fixed(SHAPES_MAX), "cpu": cores(1)})
+    assert c.refusal()[0] == "capacity"
 
 
 # ---- pools that shrink, and actions that are stranded -----------------------------------------------------------

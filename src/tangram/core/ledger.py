@@ -23,6 +23,13 @@ UNIT_ROUNDING = 1e-9
 """Seconds times a rate may come out this much below a whole unit."""
 
 
+NODES_AWAY_MAX = 256
+"""Names of nodes that are down or have no pools yet. Beyond, the one that changed longest ago is forgotten with what it
+announced: an autoscaler may give every node a new name. Heard of again it is a new node."""
+
+SHAPES_MAX = 256
+"""Different sizes of nodes that went down, kept to tell what may come back from what never was."""
+
 MOVED = CORE // 2
 """Half a core more or less is worth a look at the widths of the elastic actions; less is noise of short calls."""
 
@@ -188,9 +195,13 @@ class Ledger:
         self.kinds: dict[str, dict[str, PoolState]] = {}
         """Per kind, the pools by node; the one pool of a kind that belongs to no node has the key ''."""
         self._once: dict[str, dict[str, int]] = {}
-        """Per node, by kind, the largest total that there ever was."""
+        """Per node, by kind, the largest total since it joined; '' for the pools that belong to no node."""
+        self._shapes: dict[tuple[tuple[str, int], ...], None] = {}
+        """The same of nodes that went down, each once, the one seen last at the end."""
         self.total_by_kind: dict[str, int] = {}
         self.nodes: dict[str, NodeState] = {}
+        self._away: dict[str, None] = {}
+        """Those of them that are down or have no pools, the one that changed last at the end."""
         self._usages: list[RunUsage] = []
 
     # ---- pools and nodes ----
@@ -206,8 +217,8 @@ class Ledger:
                 )
             state = self.pools[pool.name] = siblings[pool.node] = PoolState(pool, now)
             self.kinds[pool.kind] = siblings
-            if pool.node:
-                self.nodes.setdefault(pool.node, NodeState.UP)
+            if pool.node and self.nodes.setdefault(pool.node, NodeState.UP) is not NodeState.DOWN:
+                self._away.pop(pool.node, None)
         else:
             if (state.window is None) != (pool.window is None):
                 raise InvalidConfig(f"window of pool {pool.name}", pool.window, "units held or spent, as they were")
@@ -218,14 +229,32 @@ class Ledger:
         self._total_again(pool.kind)
         return state
 
-    def drop_node(self, node: str) -> list[PoolState]:
-        """The pools of a dead node, with all that was held there, are gone."""
+    def change_node(self, node: str, state: NodeState) -> list[PoolState]:
+        """A node is up, drains or is down. Returns the pools that are gone, with all that was held there."""
+        gone = self._drop_pools(node) if state is NodeState.DOWN else []
+        self.nodes[node] = state
+        self._away.pop(node, None)
+        if state is NodeState.DOWN or not any(node in pools for pools in self.kinds.values()):
+            self._away[node] = None
+        if len(self._away) > NODES_AWAY_MAX:
+            oldest = next(iter(self._away))
+            gone.extend(self._drop_pools(oldest))
+            del self._away[oldest], self.nodes[oldest]
+        return gone
+
+    def _drop_pools(self, node: str) -> list[PoolState]:
         gone = [state for state in self.pools.values() if state.node == node]
         for state in gone:
             state.gone = True
             del self.pools[state.name]
             del self.kinds[state.kind][node]
             self._total_again(state.kind)
+        if node in self._once:
+            shape = tuple(sorted(self._once.pop(node).items()))
+            self._shapes.pop(shape, None)
+            self._shapes[shape] = None
+            if len(self._shapes) > SHAPES_MAX:
+                del self._shapes[next(iter(self._shapes))]
         return gone
 
     def _total_again(self, kind: str) -> None:
@@ -271,7 +300,10 @@ class Ledger:
             on_node.append((MEMORY, memory))
         if not all(_holds(kind, quotas[kind], units) for kind, units in from_quotas):
             return False
-        nodes = [totals for name, totals in self._once.items() if name and (not node or name == node)]
+        if node:
+            nodes = [self._once.get(node, {})]
+        else:
+            nodes = [*(totals for name, totals in self._once.items() if name), *map(dict, self._shapes)]
         return not on_node or any(
             all(kind in totals and _holds(kind, totals[kind], units) for kind, units in on_node) for totals in nodes
         )

@@ -29,11 +29,11 @@ class Places:
             return "id", f"sandbox {sandbox} is already reserved"
         if len(self.by_sandbox) >= self._sandboxes_max:
             return "sandboxes_max", f"{self._sandboxes_max} sandboxes are open; release some first"
+        if node and self._ledger.nodes.get(node) is not NodeState.UP:
+            return "node", f"node {node} is not up"
         if memory and not self._ledger.once_held((), node, memory):
             most = max([pool.total for pool in pools.values()], default=0)
             return "capacity", f"sandbox {sandbox} asks for {memory} MiB; the largest node has {most}"
-        if node and self._ledger.nodes.get(node) is not NodeState.UP:
-            return "node", f"node {node} is not up"
         if node and memory and (node not in pools or not pools[node].fits(memory)):
             free = pools[node].free if node in pools else 0
             return "capacity", f"sandbox {sandbox} asks for {memory} MiB; node {node} has {free} free"

@@ -44,6 +44,10 @@ Span = tuple[str, int, int]
 LaneKey = tuple[tuple[Span, ...], str, str, str]
 """Needs, the elastic kind, the node and the service."""
 
+LANES_SPARE = 256
+"""Lanes of a run in which nobody waits are dropped when they outnumber the others by this many: they name nodes and
+services, of which new ones come for ever."""
+
 EXACT_LANES_MAX = 64
 """Lanes of a run for equal needs. Beyond, as with arbitrary token counts, amounts of one power of two share a lane."""
 
@@ -159,8 +163,8 @@ class Lane:
     """Waiting actions of one run with equal needs on one node, of one service."""
 
     __slots__ = (
-        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "lacks", "least", "node", "run",
-        "service", "waiting",
+        "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "lacks", "least", "node",
+        "run", "service", "waiting",
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
@@ -262,7 +266,7 @@ class Waiters:
 class Run:
     """One tenant of fair share."""
 
-    __slots__ = ("lanes", "name", "open", "served", "usage", "waiting")
+    __slots__ = ("lanes", "lanes_max", "name", "open", "served", "usage", "waiting")
 
     def __init__(self, name: str, number: int, usage: RunUsage) -> None:
         self.name = name
@@ -271,6 +275,8 @@ class Run:
         """Which of all starts was the last of one of its actions. Of runs with equal shares the one served longest ago
         goes first: where an action takes a whole pool, all shares are equal whenever it is free."""
         self.lanes: dict[LaneKey, Lane] = {}
+        self.lanes_max = LANES_SPARE
+        """With so many of them those in which nobody waits are dropped."""
         self.open: dict[int, Lane] = {}
         """Lanes in which somebody waits and that nothing is known to block."""
         self.waiting = 0
@@ -331,6 +337,9 @@ class Queue:
         key = _lane_key(entry, node)
         lane = run.lanes.get(key)
         if lane is None:
+            if len(run.lanes) >= run.lanes_max:
+                run.lanes = {old: lane for old, lane in run.lanes.items() if lane.waiting}
+                run.lanes_max = 2 * len(run.lanes) + LANES_SPARE
             kinds = tuple([kind for kind, _ in entry.needs])
             lane = run.lanes[key] = Lane(run, kinds, key)
         lane.push(entry)
@@ -439,6 +448,15 @@ class Queue:
         waiters = self._of_kind.get(pool.kind)
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
+
+    def forget(self, pool: PoolState) -> None:
+        """The pool is gone: nobody waits for it or closes it any more."""
+        self.changed.pop(pool.name, None)
+        self.wake(pool, all_lanes=True)
+        waiters = self._of_pool.pop(pool.name, None)
+        if waiters is not None:
+            for blocker in list(waiters.blockers.values()):
+                self.reopen(blocker)
 
     def _open_all(self, waiters: Waiters, free: float = math.inf) -> None:
         """Those that `free` units could be enough for."""

@@ -484,19 +484,19 @@ class Scheduler:
         self._find_stranded()
 
     def _on_node_changed(self, event: NodeChanged) -> None:
-        node = event.node
-        self.ledger.nodes[node] = event.state
-        concerned = [pool for pool in self.ledger.pools.values() if pool.node == node]
+        gone = self.ledger.change_node(event.node, event.state)
         if event.state is NodeState.DOWN:
-            self._node_down(node)
-        for pool in concerned:
-            self.queue.wake(pool, all_lanes=True)
+            self._node_down(event.node)
+        for pool in gone:
+            self.queue.forget(pool)
+            self.grants.elastic_by_pool.pop(pool.name, None)
+        for pool in self.ledger.pools.values():
+            if pool.node == event.node:
+                self.queue.wake(pool, all_lanes=True)
         self._find_stranded()
 
     def _node_down(self, node: str) -> None:
-        """Everything on the node is gone: its units, its sandboxes, its loaded services."""
-        for pool in self.ledger.drop_node(node):
-            self.queue.changed.pop(pool.name, None)
+        """Everything on the node is gone with its pools: its sandboxes, its loaded services, its actions."""
         self.residents.drop_node(node)
         for place in self.places.drop_node(node):
             for entry in list(place.actions.values()):
@@ -514,10 +514,12 @@ class Scheduler:
         self.ledger.reweigh(self.queue.run(event.run).usage, event.weight)
 
     def _on_resident(self, event: Resident) -> None:
-        self.residents.add(event.service, event.node, event.devices)
         pool = self.ledger.kinds.get(GPU, {}).get(event.node)
-        if pool is not None:
-            self.queue.wake(pool)
+        if pool is None:
+            self._late += 1
+            return
+        self.residents.add(event.service, event.node, event.devices)
+        self.queue.wake(pool)
 
     def _on_evicted(self, event: Evicted) -> None:
         self.residents.remove(event.service, event.node, event.devices)
