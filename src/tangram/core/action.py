@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from tangram.core.demand import Demand
-from tangram.errors import InvalidAction, InvariantError
+from tangram.errors import InvalidAction
 
 ID_LENGTH_MAX = 200
 """Ids are written in every log line; a longer one is a mistake or an attack."""
@@ -52,13 +52,10 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
 """Every allowed change of state. Back to QUEUED goes only an attempt that our side lost and that may be repeated."""
 
 
-def checked_transition(before: State, after: State, action_id: str) -> State:
-    if after not in TRANSITIONS[before]:
-        allowed = ", ".join(state.value for state in TRANSITIONS[before]) or "nothing: it has settled"
-        raise InvariantError(
-            f"action {action_id} cannot go from {before.value} to {after.value}; allowed from there: {allowed}"
-        )
-    return after
+def wrong_transition(before: State, after: State, action_id: str) -> str:
+    """What to say of a change that the table does not allow."""
+    allowed = ", ".join(state.value for state in TRANSITIONS[before]) or "nothing: it has settled"
+    return f"action {action_id} cannot go from {before.value} to {after.value}; allowed from there: {allowed}"
 
 
 class Status(enum.Enum):

@@ -257,13 +257,13 @@ class Snapshot:
 
     def _poorest(self, active: dict[str, Run]) -> Run:
         """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
-        best: Run | None = None
-        least = math.inf
-        for run in active.values():
+        runs = iter(active.values())
+        best = next(runs)
+        least = best.usage.share
+        for run in runs:
             share = run.usage.share
-            if best is None or share < least or (share == least and run.served < best.served):
+            if share < least or (share == least and run.served < best.served):
                 best, least = run, share
-        assert best is not None
         return best
 
     def _head(self, run: Run) -> tuple[Lane, Entry, bool]:
@@ -272,10 +272,14 @@ class Snapshot:
         best: tuple[int, float, int, Entry] | None = None
         aged: Entry | None = None
         for lane in run.open.values():
-            oldest = lane.oldest()
+            oldest = lane.fifo[0]
+            if oldest.lane is not lane:
+                oldest = lane.oldest()
             if oldest.submitted_at <= aged_since and (aged is None or oldest.seq < aged.seq):
                 aged = oldest
-            first = lane.first()
+            first = lane.heap[0]
+            if first[3].lane is not lane:
+                first = lane.first()
             if best is None or first < best:
                 best = first
         assert best is not None
