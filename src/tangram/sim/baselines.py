@@ -6,6 +6,10 @@ Each takes the same events and returns the same effects as the scheduler, so the
   ends; inside, actions start at once and the cores of a node are shared among its pods by request;
 - static services: every model service keeps its own fixed devices, one call at a time each, in order of arrival;
 - uncontrolled: API calls go out at once; a refused call is tried again after a pause, three times at most.
+
+Faults strike them as they strike the policies. A node that goes down takes its pods, and the calls on its devices, with
+it; a pod is not moved, because its files and processes are gone. A start that fails is tried again as often as under
+the scheduler. A pod that waits for a node waits as long as it takes: there is no `stranded_s` here.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from collections import deque
 
 import msgspec
 
-from tangram.core.action import Action, Outcome, Status, Usage
+from tangram.core.action import NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
 from tangram.core.messages import (
     Effect,
     Event,
     Finished,
     Grant,
+    NodeChanged,
+    NodeState,
     Pool,
+    PoolChanged,
     Refuse,
     Release,
     Reserve,
@@ -29,10 +36,12 @@ from tangram.core.messages import (
     Share,
     Start,
     Started,
+    StartFailed,
     Submit,
     Tick,
     WakeAt,
 )
+from tangram.core.scheduler import Limits
 from tangram.core.topology import Chunks
 from tangram.errors import InvalidConfig
 from tangram.sim.episode import ServiceModel
@@ -41,18 +50,25 @@ API_RETRIES_MAX = 3
 """As in the publication's baseline."""
 API_BACKOFF_S = 2.0
 """Before the first retry; it doubles with each."""
+ATTEMPTS_MAX = Limits().attempts_max
+"""Starts of one action before a failing start is given up: as many as the scheduler allows."""
+
+Replica = tuple[str, tuple[int, ...]]
+"""The node and the devices of one copy of a service."""
 
 
 class Pod:
     """One trajectory's reservation."""
 
-    __slots__ = ("memory", "node", "sandbox", "waiting")
+    __slots__ = ("lost", "memory", "node", "sandbox", "waiting")
 
     def __init__(self, sandbox: str, memory: int) -> None:
         self.sandbox = sandbox
         self.memory = memory
         self.node = ""
         self.waiting: list[_Call] = []
+        self.lost = ""
+        """Why it is gone; empty while it lives."""
 
 
 class _Call:
@@ -66,16 +82,26 @@ class _Call:
         self.attempts = 0
         self.pod: Pod | None = None
         self.service: _Static | None = None
-        self.devices: tuple[str, tuple[int, ...]] = ("", ())
+        self.devices: Replica | None = None
+        """What it runs on, of its service."""
+
+    @property
+    def node(self) -> str:
+        """Where it runs; empty while it waits, and for an API call."""
+        if self.pod is not None:
+            return self.pod.node
+        return self.devices[0] if self.devices is not None else ""
 
 
 class _Static:
     """The fixed devices of one service: as many replicas as it has chunks, and a queue."""
 
-    __slots__ = ("free", "queue")
+    __slots__ = ("away", "free", "queue")
 
-    def __init__(self, chunks: list[tuple[str, tuple[int, ...]]]) -> None:
-        self.free = chunks
+    def __init__(self) -> None:
+        self.free: list[Replica] = []
+        self.away: list[Replica] = []
+        """On nodes that are down."""
         self.queue: deque[_Call] = deque()
 
 
@@ -95,8 +121,11 @@ class Baseline:
     def __init__(self, pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], config: PodsConfig) -> None:
         self.config = config
         self.name = f"pods:{config.request:g}"
+        self._total = {pool.name: pool.total for pool in pools}
         self._cpu_free = {pool.node: pool.total for pool in pools if pool.kind == CPU}
         self._memory_free = {pool.node: pool.total for pool in pools if pool.kind == MEMORY}
+        self._closed: dict[str, bool] = {}
+        """Nodes that take no pods now."""
         self._pods: dict[str, Pod] = {}
         self._admission: deque[Pod] = deque()
         self._calls: dict[str, _Call] = {}
@@ -115,6 +144,8 @@ class Baseline:
         elif isinstance(event, Started):
             call = self._calls[event.action]
             call.started_at = now
+        elif isinstance(event, StartFailed):
+            self._start_failed(event)
         elif isinstance(event, Reserve):
             pod = self._pods[event.sandbox] = Pod(event.sandbox, event.memory)
             self._admission.append(pod)
@@ -123,6 +154,10 @@ class Baseline:
             self._release(event.sandbox)
         elif isinstance(event, Tick):
             self._retry()
+        elif isinstance(event, PoolChanged):
+            self._pool_changed(event.pool)
+        elif isinstance(event, NodeChanged):
+            self._node_changed(event)
         return self._effects
 
     # ---- pods ----
@@ -148,12 +183,14 @@ class Baseline:
         fitting = [
             node
             for node, free in self._cpu_free.items()
-            if free >= request and self._memory_free.get(node, memory) >= memory
+            if not self._closed.get(node) and free >= request and self._memory_free.get(node, memory) >= memory
         ]
         return max(fitting, key=lambda node: self._cpu_free[node], default=None)
 
     def _release(self, sandbox: str) -> None:
         pod = self._pods.pop(sandbox)
+        if pod.lost:
+            return
         if pod.node:
             self._cpu_free[pod.node] += round(self.config.request * CORE)
             if pod.node in self._memory_free:
@@ -181,6 +218,8 @@ class Baseline:
                 self._effects.append(
                     Refuse(action=action.id, limit="sandbox", reason="a pod runs sandboxed actions only")
                 )
+            elif pod.lost:
+                self._settle(call, Status.LOST, pod.lost)
             elif pod.node:
                 self._start_in(pod, call)
             else:
@@ -200,17 +239,15 @@ class Baseline:
 
     def _serve(self, service: _Static) -> None:
         while service.queue and service.free:
-            node, devices = service.free.pop()
+            node, devices = replica = service.free.pop()
             call = service.queue.popleft()
-            call.devices = (node, devices)
+            call.devices = replica
             share = Share(f"{GPU}@{node}", len(devices), len(devices), devices)
             self._start(call, node, (share,), len(devices))
 
     def _finished(self, event: Finished) -> None:
         call = self._calls[event.action]
-        if call.service is not None:
-            call.service.free.append(call.devices)
-            self._serve(call.service)
+        self._leave_devices(call)
         if event.lost and call.service is None and call.pod is None and call.attempts <= API_RETRIES_MAX:
             wait = API_BACKOFF_S * 2.0 ** (call.attempts - 1)
             self._retries.append((self._now + wait, call))
@@ -219,13 +256,19 @@ class Baseline:
         status = Status.LOST if event.lost else Status.SUCCEEDED
         self._settle(call, status, event.lost, event.usage)
 
+    def _leave_devices(self, call: _Call) -> None:
+        if call.service is not None and call.devices is not None:
+            call.service.free.append(call.devices)
+            call.devices = None
+            self._serve(call.service)
+
     def _retry(self) -> None:
         due = [call for at, call in self._retries if at <= self._now]
         self._retries = [(at, call) for at, call in self._retries if at > self._now]
         for call in due:
             self._start(call, "", (), 1)
 
-    def _settle(self, call: _Call, status: Status, reason: str, usage: Usage) -> None:
+    def _settle(self, call: _Call, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
         del self._calls[call.action.id]
         execution_s = self._now - call.started_at
         overhead_s = call.started_at - call.granted_at
@@ -244,11 +287,64 @@ class Baseline:
             )
         )
 
+    # ---- faults ----
+
+    def _start_failed(self, event: StartFailed) -> None:
+        """Tried again at once where it is: in its pod, or on the devices of its service."""
+        call = self._calls[event.action]
+        if not event.retry or call.attempts >= ATTEMPTS_MAX:
+            self._settle(call, Status.LOST, f"start failed {call.attempts} times, last: {event.reason}")
+            self._leave_devices(call)
+        elif call.pod is not None:
+            self._start_in(call.pod, call)
+        elif call.service is not None:
+            call.service.queue.appendleft(call)
+            self._leave_devices(call)
+        else:
+            self._start(call, "", (), 1)
+
+    def _pool_changed(self, pool: Pool) -> None:
+        """Pods that no longer fit stay where they are, as on a real node; none is admitted until there is room."""
+        grown = pool.total - self._total[pool.name]
+        self._total[pool.name] = pool.total
+        free = {CPU: self._cpu_free, MEMORY: self._memory_free}.get(pool.kind)
+        if free is not None:
+            free[pool.node] += grown
+            self._admit()
+
+    def _node_changed(self, event: NodeChanged) -> None:
+        node = event.node
+        self._closed[node] = event.state is not NodeState.UP
+        if event.state is NodeState.DOWN:
+            self._node_down(node)
+            return
+        self._admit()
+        for service in self._services.values():
+            service.free += [replica for replica in service.away if replica[0] == node]
+            service.away = [replica for replica in service.away if replica[0] != node]
+            self._serve(service)
+
+    def _node_down(self, node: str) -> None:
+        reason = f"node {node} went down"
+        for pod in self._pods.values():
+            if pod.node == node:
+                pod.lost = reason
+        for free, kind in ((self._cpu_free, CPU), (self._memory_free, MEMORY)):
+            if node in free:
+                free[node] = self._total[f"{kind}@{node}"]
+        for call in [call for call in self._calls.values() if call.node == node]:
+            if call.service is not None and call.devices is not None:
+                call.service.away.append(call.devices)
+            self._settle(call, Status.LOST, reason)
+        for service in self._services.values():
+            service.away += [replica for replica in service.free if replica[0] == node]
+            service.free = [replica for replica in service.free if replica[0] != node]
+
 
 def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: int) -> dict[str, _Static]:
     """Deal the devices out: every service gets replicas of one size in turn, until no chunk of that size is left."""
     devices = {pool.node: Chunks(pool.total) for pool in pools if pool.kind == GPU}
-    statics = {service.name: _Static([]) for service in services}
+    statics = {service.name: _Static() for service in services}
     sizes = {service.name: _replica(service, each) for service in services}
     # Wide replicas first, so that narrow ones do not break the chunks that they need.
     turn = sorted(services, key=lambda service: -sizes[service.name])
