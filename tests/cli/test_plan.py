@@ -54,7 +54,13 @@ def test_a_target_out_of_reach_is_an_answer_too(cli) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--target", "p50"], "target: expected one of mean, p95"),
+        (["--target", "p50"], "target: expected mean or p95 (which ACT; its seconds go to --act)"),
+        (["--target", "1.78"], "target: expected mean or p95 (which ACT; its seconds go to --act), got '1.78'"),
+        (["--like", ""], "like: expected NAME@SIZE"),
+        (["--resource", ""], "resource: expected one of cores, devices"),
+        (["--policy", ""], "policy: expected one of"),
+        (["--seeds", ""], "seeds: expected whole numbers"),
+        (["--report", "/dev/null"], "report: expected a file that can be written"),
         (["--act", "-1"], "act: expected"),
         (["--act", "0"], "act: expected a number above 0"),
         (["--like", "pods:0.5@"], "like: expected NAME@SIZE"),

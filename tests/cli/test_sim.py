@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,14 @@ def test_a_csv_trace_is_played(cli, tmp_path: Path) -> None:
         (["--policies", "adaptiv"], "nearest: 'adaptive'"),
         (["--policies", "fcfs,pod:1"], "nearest: 'pods:R'"),
         (["--policies", ","], "policies: expected names"),
+        (
+            ["--policies", ""],
+            "policies: expected names with commas between them; without --policies: the usual ones, got ''",
+        ),
+        ([""], "workload: expected one of coding"),
+        (["--seeds", ""], "seeds: expected whole numbers"),
+        (["--cores", ""], "cores: expected whole numbers"),
+        (["--base", ""], "base: expected one of pods:0.5, fcfs"),
         (["--batch", "-3"], "batch: expected a whole number, at least 1, got -3"),
         (["--cores", "-4"], "cores: expected whole numbers, at least 1"),
         (["--cores", "many"], "cores: expected whole numbers, at least 1"),
@@ -139,6 +148,9 @@ def test_a_csv_trace_is_played(cli, tmp_path: Path) -> None:
         (["coding", "--trace", "empty.csv"], "workload: expected either a workload or --trace"),
         (["--report", "."], "report: expected a file that can be written"),
         (["--record", "empty.csv/run.jsonl"], "record: expected a file that can be written"),
+        (["--report", "/dev/null"], "report: expected a file that can be written (it is a device or a pipe)"),
+        (["--report", "/proc/report.html"], "report: expected a file that can be written"),
+        (["--report", "out", "--record", "./out"], "report and record: expected a file of its own for each"),
         (["--record", "run.jsonl", "--knowledge", "perfect"], "knowledge: expected learned or hints with --record"),
     ],
 )
@@ -154,7 +166,38 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     assert complaint in done.err
 
 
-def test_faults_leave_the_pods_out(cli) -> None:
-    done = cli("sim", *SMALL, "--faults", 2, "--nodes", 2, "--json")
-    assert done.code == 0
-    assert list(done.json["comparisons"][0]["policies"]) == ["fcfs", "fixed:4", "paper", "adaptive"]
+# ---- what was lost --------------------------------------------------------------------------------------------
+
+LOSING = ("sim", "--batch", 6, "--seeds", 2, "--workers", 1, "--cores", 4, "--faults", 8)
+
+
+def test_faults_strike_pods_and_policies_alike(cli) -> None:
+    (comparison,) = cli(*LOSING, "--json").json["comparisons"]
+    assert list(comparison["policies"]) == ["pods:0.5", "fcfs", "paper", "adaptive"]
+    assert all(policy["mean"]["failed"] > 0.0 for policy in comparison["policies"].values())
+
+
+def test_lost_trajectories_are_counted_and_warned_of_under_the_table(cli) -> None:
+    done = cli(*LOSING, "--policies", "fcfs,adaptive")
+    assert (done.code, done.err) == (0, "")
+    table, _, after = done.out.partition("warning: trajectories were lost")
+    row = next(line for line in table.splitlines() if line.strip().startswith("adaptive"))
+    assert re.search(r"[\d.]+ of 6 *$", row) and " - " in row, "the step is not claimed"
+    told = " ".join(after.split())
+    assert "of 6 under adaptive" in told and "more --nodes lose less at once" in told
+
+
+def test_no_step_time_is_claimed_for_a_batch_that_did_not_complete(cli, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    done = cli(*LOSING, "--policies", "fcfs,adaptive", "--json", "--report", report)
+    found = done.json["comparisons"][0]["policies"]["adaptive"]
+    assert found["mean"].get("step_s") is None and found["ratio"]["step_s"] is None
+    for summary in found["by_seed"].values():
+        assert ("step_s" in summary) == (summary["failed"] == 0.0)
+    assert done.err.startswith("warning: trajectories were lost")
+    assert "<strong>Warning:</strong> trajectories were lost" in report.read_text()
+
+
+def test_faults_that_lose_nothing_are_no_warning(cli) -> None:
+    done = cli("sim", "elastic", *SMALL, "--faults", 0, "--policies", "fcfs")
+    assert "warning" not in done.out and "completed" not in done.out

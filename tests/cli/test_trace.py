@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def test_a_story_runs_from_submission_to_settling(cli, recording: Path) -> None:
-    done = cli("trace", "story", "coding/1.0.0", "--trace", recording)
+    done = cli("trace", "story", recording, "coding/1.0.0")
     assert done.code == 0
     lines = done.out.splitlines()
     assert [line.split()[2] for line in lines] == ["Submit", "Start", "Started", "Finished", "Settle"]
     assert "succeeded" in lines[-1]
-    told = cli("trace", "story", "coding/1.0.0", "--trace", recording, "--json").json
+    told = cli("trace", "story", recording, "coding/1.0.0", "--json").json
     assert [line["message"]["type"] for line in told] == [line.split()[2] for line in lines]
 
 
 def test_an_unknown_action_is_answered_with_near_ones(cli, recording: Path) -> None:
-    done = cli("trace", "story", "coding/1.0.9", "--trace", recording)
+    done = cli("trace", "story", recording, "coding/1.0.9")
     assert done.code == 2
     assert "such as coding/1.0.0" in done.err and done.err.count("\n") == 1
 
@@ -56,7 +56,7 @@ def _without_a_start(text: str) -> str:
 def test_a_file_that_is_no_trace_is_refused(cli, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("hello\n")
-    for words in (("show", path), ("replay", path), ("story", "a", "--trace", path)):
+    for words in (("show", path), ("replay", path), ("story", path, "a")):
         done = cli("trace", *words)
         assert done.code == 2 and "x.jsonl:1: expected a trace header" in done.err
     assert "No such file" in cli("trace", "show", tmp_path / "none").err

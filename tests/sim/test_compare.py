@@ -125,7 +125,6 @@ def test_faults_strike_the_same_way_each_time() -> None:
         ({"seeds": (-1,)}, "at least 0"),
         ({"knowledge": "all"}, "learned, hints, perfect"),
         ({"faults": -1}, "at least 0"),
-        ({"faults": 1}, "no pods beside faults"),
         ({"ageing_s": 0.0}, "above 0"),
     ],
 )

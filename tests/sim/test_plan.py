@@ -6,7 +6,7 @@ import pytest
 
 from tangram.errors import InvalidConfig
 from tangram.sim.compare import Setup, Source, compare
-from tangram.sim.plan import Plan, Question, plan, reserved_today
+from tangram.sim.plan import Plan, Point, Question, plan, reserved_today
 from tangram.sim.size import Size, default_size
 
 
@@ -106,3 +106,53 @@ def test_progress_never_goes_back_and_ends_at_its_total() -> None:
     plan(question(batch=6, seeds=(0,)), workers=1, progress=lambda done, total: told.append((done, total)))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert all(done <= total for done, total in told)
+
+
+# ---- the answer in words --------------------------------------------------------------------------------------
+
+
+def point(size: int, mean_s: float, **changes) -> Point:
+    given = {"act_p95_s": 5.0, "act_p99_s": 100.0, "step_s": 1000.0, "use": 0.5, "failed": 0.0}
+    return Point(size=size, act_mean_s=mean_s, **(given | changes))
+
+
+def answered(*points: Point, smallest: int | None, reference: Point, target: str = "mean") -> Plan:
+    return Plan(
+        workload="coding",
+        policy="adaptive",
+        resource="cores",
+        target=target,
+        target_s=reference.act_mean_s,
+        seeds=(0,),
+        like="pods:0.5",
+        reference=reference,
+        points=list(points),
+        smallest=smallest,
+    )
+
+
+def test_a_size_that_just_misses_looks_different_from_the_target() -> None:
+    found = answered(point(4, 1.7806), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
+    assert not found.reaches(found.points[0])
+    assert (found.told(found.points[0])[0], found.told(found.reference)[0]) == ("1.781 s", "1.778 s")
+    assert "a mean ACT of 1.778 s" in found.sentence()
+
+
+def test_the_usual_digits_do_where_nothing_is_near_the_target() -> None:
+    found = answered(point(4, 2.5), point(8, 1.5), smallest=8, reference=point(16, 1.7784))
+    assert "a mean ACT of 1.78 s" in found.sentence()
+
+
+def test_the_answer_says_what_gets_worse_although_the_target_is_met() -> None:
+    reference = point(16, 3.0)
+    worse = answered(point(8, 2.9, act_p95_s=9.0, act_p99_s=200.0), smallest=8, reference=reference)
+    assert worse.sentence().endswith(
+        "But this is worse than today: p95 9.00 s instead of 5.00 s, p99 200 s instead of 100 s."
+    )
+    assert "worse" not in answered(point(8, 2.9), smallest=8, reference=reference).sentence()
+
+
+def test_a_size_on_which_trajectories_are_lost_does_not_reach_the_target() -> None:
+    found = answered(point(8, 1.0, failed=2.0, step_s=None), smallest=None, reference=point(16, 3.0))
+    assert not found.reaches(found.points[0])
+    assert "did not complete" in found.sentence()

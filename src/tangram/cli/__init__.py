@@ -32,10 +32,26 @@ class _Verbs(TyperGroup):
             raise typer.Exit(EXIT_ERROR) from None
 
 
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram sim  [dim]# compare the policies on coding agents[/dim]
+
+tangram plan  [dim]# how few cores would do[/dim]
+
+tangram sim coding --policies adaptive --record run.jsonl
+
+tangram trace show run.jsonl
+
+tangram bench  [dim]# the list of benchmarks[/dim]
+
+Every verb has examples of its own: tangram sim --help
+"""
+
 app = typer.Typer(
     name="tangram",
     cls=_Verbs,
     help="Action-level scheduling of the outside resources that agentic reinforcement learning uses.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -58,7 +74,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _every_verb(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", metavar="", help="Print the version and end.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass

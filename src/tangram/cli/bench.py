@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tangram.cli import show
-from tangram.cli.options import WorkerCount, workers_of
+from tangram.cli import options, show
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -26,32 +25,33 @@ tangram bench all --json
 
 def bench(
     name: Annotated[
-        str,
+        str | None,
         typer.Argument(metavar="NAME", help="coding, elastic, sizing, scheduler-cost, or all. Without one: the list."),
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer seeds; each ends within a minute.")] = False,
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Fewer seeds; each ends within a minute.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per benchmark and nothing else.")
+        bool, typer.Option("--json", metavar="", help="Print one JSON object per benchmark and nothing else on stdout.")
     ] = False,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Folder with recorded traces to play as well.")
     ] = None,
-    workers: WorkerCount = None,
+    workers: options.WorkerCount = None,
 ) -> None:
     """Run a benchmark, all its sides on the same work, and say which goals it meets."""
     from tangram.bench import BENCHES, run
-    from tangram.sim.workloads import options
+    from tangram.sim.workloads.options import known
 
-    if not name:
+    if name is None:
         _list(BENCHES, as_json)
         return
-    options.known("bench", name, [*BENCHES, "all"])
-    if trace is not None and not trace.exists():
+    known("bench", name, [*BENCHES, "all"])
+    processes = options.workers_of(workers)
+    if trace is not None and not trace.is_dir():
         raise InvalidConfig("trace", str(trace), "a folder that exists")
     for each in BENCHES if name == "all" else [name]:
         with show.progress(f"bench {each}", unit="") as progress:
             tell = None if progress is None else lambda share, progress=progress: progress(share, 1)
-            result = run(each, quick=quick, trace=trace, processes=workers_of(workers), progress=tell)
+            result = run(each, quick=quick, trace=trace, processes=processes, progress=tell)
         if as_json:
             import msgspec
 

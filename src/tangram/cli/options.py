@@ -6,10 +6,9 @@ valid. Imports what simulates only when it is called, so that `--help` stays fas
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -28,7 +27,7 @@ SEEDS = 5
 """Three would do for the means; the interval of Student's t is half as wide with five."""
 
 WorkloadName = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="WORKLOAD",
         help="coding, search, teachers, mixed or elastic. Without one, and without --trace: coding.",
@@ -43,17 +42,42 @@ Traces = Annotated[
     ),
 ]
 Batch = Annotated[
-    int | None, typer.Option("--batch", metavar="N", help="Trajectories. Of a trace: drawn whole, else each once.")
+    int | None,
+    typer.Option(
+        "--batch",
+        metavar="N",
+        help="Trajectories; of a trace, drawn whole. Default: "
+        + ", ".join(f"{count} of {name}" for name, count in BATCHES.items())
+        + "; of a trace each once.",
+    ),
 ]
-Nodes = Annotated[int | None, typer.Option("--nodes", metavar="N", help="Machines that share the cores evenly.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes", metavar="N", help="Machines that share the cores evenly. Default: 1; of a recording as recorded."
+    ),
+]
 Memory = Annotated[
     float | None,
     typer.Option("--memory-per-core", metavar="GIB", help="Memory of a node for each of its cores. Default: 9.4."),
 ]
-Devices = Annotated[int | None, typer.Option("--devices", metavar="N", help="GPUs, eight to a machine of their own.")]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        metavar="N",
+        help="GPUs, eight to a machine of their own. Default: four for each model service, or the nearest that it runs"
+        " on; of a recording as recorded.",
+    ),
+]
 Seeds = Annotated[
-    str,
-    typer.Option("--seeds", metavar="N|LIST", help="How many, counted from 0; or which, such as 4,7 (one alone: 7,)."),
+    str | None,
+    typer.Option(
+        "--seeds",
+        metavar="N|LIST",
+        help=f"How many, counted from 0; or which, such as 4,7 (one alone: 7,). Default: {SEEDS}; 1 for a trace without"
+        " --batch.",
+    ),
 ]
 KnowledgeOf = Annotated[
     str,
@@ -68,9 +92,12 @@ Options = Annotated[
     typer.Option("--option", metavar="KEY=VALUE", help="An option of the workload or trace, such as load=0.9."),
 ]
 Report = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Write a page to open in a browser, all in one file.")
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Write a page to open in a browser, all in one file. Its folder is made."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON and nothing else on stdout.")]
 WorkerCount = Annotated[
     int | None, typer.Option("--workers", metavar="N", help="Processes that share the work. Default: one per core.")
 ]
@@ -79,7 +106,38 @@ WorkerCount = Annotated[
 # ---- reading --------------------------------------------------------------------------------------------------
 
 
-def source_of(workload: str, traces: list[Path] | None, batch: int | None, chosen: list[str] | None) -> Source:
+class Work(NamedTuple):
+    """The work that a verb is asked about, and the pools for it."""
+
+    source: Source
+    seeds: tuple[int, ...]
+    first: Workload
+    """Under the first seed."""
+    sizes: list[Size]
+    """One for each number of cores."""
+
+
+def work_of(
+    workload: str | None,
+    traces: list[Path] | None,
+    batch: int | None,
+    chosen: list[str] | None,
+    seeds: str | None,
+    cores: str | None,
+    nodes: int | None,
+    memory: float | None,
+    devices: int | None,
+) -> Work:
+    """What `sim` and `plan` take alike."""
+    from tangram.sim.compare import workload_of
+
+    source = _source(workload, traces, batch, chosen)
+    numbers = _seeds(seeds, source)
+    first = workload_of(source, numbers[0])
+    return Work(source, numbers, first, _sizes(source, first, cores, nodes, memory, devices))
+
+
+def _source(workload: str | None, traces: list[Path] | None, batch: int | None, chosen: list[str] | None) -> Source:
     from tangram.sim.compare import Source
     from tangram.sim.workload import WORKLOADS
     from tangram.sim.workloads import options
@@ -90,10 +148,10 @@ def source_of(workload: str, traces: list[Path] | None, batch: int | None, chose
     if len(dict(read)) < len(read):
         raise InvalidConfig("option", " ".join(chosen or ()), "each key once")
     if traces:
-        if workload:
+        if workload is not None:
             raise InvalidConfig("workload", workload, "either a workload or --trace")
         return Source(traces=tuple(map(str, traces)), batch=batch, options=read)
-    name = workload or "coding"
+    name = "coding" if workload is None else workload
     options.known("workload", name, WORKLOADS)
     return Source(workload=name, batch=BATCHES[name] if batch is None else batch, options=read)
 
@@ -124,7 +182,7 @@ def names(option: str, text: str) -> tuple[str, ...]:
     """Names with commas between them, each once."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
-        raise InvalidConfig(option, text, "names with commas between them")
+        raise InvalidConfig(option, text, f"names with commas between them; without --{option}: the usual ones")
     return found
 
 
@@ -139,19 +197,19 @@ def whole_numbers(option: str, text: str, least: int = 0) -> tuple[int, ...]:
     return found
 
 
-def seeds_of(text: str, source: Source) -> tuple[int, ...]:
+def _seeds(text: str | None, source: Source) -> tuple[int, ...]:
     """`3` is 0, 1, 2; a comma makes it a list. By default one for a trace that is played as it is, else five."""
-    if not text:
+    if text is None:
         return (0,) if source.traces and source.batch is None else tuple(range(SEEDS))
     if "," in text:
         return whole_numbers("seeds", text)
     return tuple(range(whole_numbers("seeds", text, least=1)[0]))
 
 
-def sizes_of(
+def _sizes(
     source: Source,
     first: Workload,
-    cores: str,
+    cores: str | None,
     nodes: int | None,
     memory: float | None,
     devices: int | None,
@@ -160,11 +218,11 @@ def sizes_of(
     import msgspec
 
     usual = _usual_size(source, first)
-    _uses("cores", cores or None, usual.cores, first)
+    _uses("cores", cores, usual.cores, first)
     _uses("devices", devices, usual.devices, first)
     given: dict[str, Any] = {"nodes": nodes, "memory_per_core_gib": memory, "devices": devices}
     given = {name: value for name, value in given.items() if value is not None}
-    counts = whole_numbers("cores", cores, least=1) if cores else (usual.cores,)
+    counts = (usual.cores,) if cores is None else whole_numbers("cores", cores, least=1)
     if nodes is None:
         return [
             msgspec.structs.replace(usual, cores=count, nodes=max(1, min(usual.nodes, count)), **given)
@@ -198,31 +256,27 @@ def workers_of(count: int | None) -> int | None:
     return count
 
 
-def seeds_text(seeds: tuple[int, ...]) -> str:
-    """As --seeds takes them."""
-    return str(len(seeds)) if seeds == tuple(range(len(seeds))) else ",".join(map(str, seeds)) + ","
+def output_files(**paths: Path | None) -> None:
+    """Each can be written: found out before the work rather than after it. Folders are made."""
+    from tangram.sim.whole_file import check_writable
 
-
-def output_file(option: str, path: Path | None) -> Path | None:
-    """A file that can be written, checked before the work rather than after it; its folder is made."""
-    if path is None:
-        return None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(13, "permission denied")
-    except OSError as error:
-        raise InvalidConfig(option, str(path), f"a file that can be written ({error.strerror})") from None
-    return path
+    given = {option: path for option, path in paths.items() if path is not None}
+    for option, path in given.items():
+        check_writable(option, path)
+    if len({path.resolve() for path in given.values()}) < len(given):
+        raise InvalidConfig(" and ".join(given), str(path), "a file of its own for each")
 
 
 # ---- the command that reproduces a result ---------------------------------------------------------------------
 
 
-def command(verb: str, source: Source, options: dict[str, object]) -> str:
+def command(verb: str, source: Source, size: Size, seeds: tuple[int, ...], options: dict[str, object]) -> str:
     """With every default filled in, so that it says the same when a default changes."""
+    options = options | {
+        "nodes": size.nodes if size.nodes > 1 else None,
+        "memory-per-core": size.memory_per_core_gib if size.cores else None,
+        "seeds": _seeds_text(seeds),
+    }
     words = ["tangram", verb]
     words += [source.workload] if source.workload else [w for path in source.traces for w in ("--trace", path)]
     if source.batch is not None:
@@ -234,3 +288,8 @@ def command(verb: str, source: Source, options: dict[str, object]) -> str:
         if value not in (None, "", 0):
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
+
+
+def _seeds_text(seeds: tuple[int, ...]) -> str:
+    """As --seeds takes them."""
+    return str(len(seeds)) if seeds == tuple(range(len(seeds))) else ",".join(map(str, seeds)) + ","

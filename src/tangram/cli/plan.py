@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tangram.cli import show
-from tangram.cli.options import (
-    Batch,
-    Devices,
-    Json,
-    KnowledgeOf,
-    Memory,
-    Nodes,
-    Options,
-    Report,
-    Seeds,
-    Traces,
-    WorkerCount,
-    WorkloadName,
-    command,
-    output_file,
-    seeds_of,
-    seeds_text,
-    sizes_of,
-    source_of,
-    workers_of,
-)
+from tangram.cli import options, show
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -52,93 +32,108 @@ COLUMNS_BESIDE = 58
 
 
 def plan(
-    workload: WorkloadName = "",
-    trace: Traces = None,
-    target: Annotated[str, typer.Option("--target", metavar="mean|p95", help="Which ACT is to be reached.")] = "mean",
+    workload: options.WorkloadName = None,
+    trace: options.Traces = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="mean|p95",
+            help="Which ACT has to come down to the seconds of --act: the mean over all actions, or the time within"
+            " which 95 % of them complete.",
+        ),
+    ] = "mean",
     act: Annotated[
-        float | None, typer.Option("--act", metavar="SECONDS", help="The ACT to reach. Default: that of --like.")
+        float | None,
+        typer.Option("--act", metavar="SECONDS", help="The seconds to reach. Default: what --like reaches."),
     ] = None,
     like: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--like",
             metavar="NAME@SIZE",
             help="Today's reservation, such as pods:1@256. Default: pods:0.5 with its request for every trajectory.",
         ),
-    ] = "",
+    ] = None,
     resource: Annotated[
-        str, typer.Option("--resource", metavar="cores|devices", help="The pool to size. Default: what the work uses.")
-    ] = "",
+        str | None,
+        typer.Option(
+            "--resource", metavar="cores|devices", help="The pool to size. Default: cores if the work uses any."
+        ),
+    ] = None,
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="The policy to plan for.")] = "adaptive",
-    batch: Batch = None,
-    cores: Annotated[int | None, typer.Option("--cores", metavar="N", help="Cores, while devices are sized.")] = None,
-    nodes: Nodes = None,
-    memory_per_core: Memory = None,
-    devices: Devices = None,
-    seeds: Seeds = "",
-    knowledge: KnowledgeOf = "learned",
-    option: Options = None,
-    report: Report = None,
-    as_json: Json = False,
-    workers: WorkerCount = None,
+    batch: options.Batch = None,
+    cores: Annotated[
+        int | None,
+        typer.Option("--cores", metavar="N", help="Cores, while devices are sized. Default: as tangram sim."),
+    ] = None,
+    nodes: options.Nodes = None,
+    memory_per_core: options.Memory = None,
+    devices: options.Devices = None,
+    seeds: options.Seeds = None,
+    knowledge: options.KnowledgeOf = "learned",
+    option: options.Options = None,
+    report: options.Report = None,
+    as_json: options.Json = False,
+    workers: options.WorkerCount = None,
 ) -> None:
     """Find the fewest cores (or devices) with which a policy reaches a mean or p95 ACT.
 
     Simulates today's reservation, then closes in on the smallest size that does as well. Prints the curve.
     """
     from tangram.sim import plan as planning
-    from tangram.sim.compare import check_policy, workload_of
+    from tangram.sim.compare import check_policy
+    from tangram.sim.report import write_plan
 
-    source = source_of(workload, trace, batch, option)
-    chosen_seeds = seeds_of(seeds, source)
-    first = workload_of(source, chosen_seeds[0])
-    sizes = sizes_of(source, first, "" if cores is None else str(cores), nodes, memory_per_core, devices)
+    total = None if cores is None else str(cores)
+    work = options.work_of(workload, trace, batch, option, seeds, total, nodes, memory_per_core, devices)
     name, size = _like(like)
     check_policy(policy)
     check_policy(name)
     question = planning.Question(
-        source=source,
-        size=sizes[0],
-        resource=resource or ("cores" if sizes[0].cores else "devices"),
+        source=work.source,
+        size=work.sizes[0],
+        resource=("cores" if work.sizes[0].cores else "devices") if resource is None else resource,
         policy=policy,
         target=target,
         act_s=act,
         like=name,
         like_size=size,
-        seeds=chosen_seeds,
+        seeds=work.seeds,
         knowledge=knowledge,
     )
-    report = output_file("report", report)
-    with show.progress(f"sizing {question.resource} for {source.name}") as progress:
-        answer = planning.plan(question, workers=workers_of(workers), progress=progress)
+    options.output_files(report=report)
+    with show.progress(f"sizing {question.resource} for {work.source.name}") as progress:
+        answer = planning.plan(question, workers=options.workers_of(workers), progress=progress)
     reproduce = _command(question, answer)
-    if report is not None:
-        from tangram.sim.report import write_plan
-
-        write_plan(report, answer, reproduce)
     if as_json:
         show.as_json(_plain(answer, reproduce))
-        return
-    _print(answer)
+    else:
+        _print(answer)
     if report is not None:
-        typer.echo(show.where_to_look(report))
+        write_plan(report, answer, reproduce)
+        show.where_to_look(report, as_json)
 
 
-def _like(text: str) -> tuple[str, int]:
+def _like(text: str | None) -> tuple[str, int]:
     """`pods:0.5@64` is that baseline on 64; without a size, what it takes today."""
     from tangram.sim.plan import TODAY
 
+    if text is None:
+        return TODAY, 0
     name, at, size = text.partition("@")
-    if at and (not size.isdigit() or int(size) < 1):
+    if not name or (at and (not size.isdigit() or int(size) < 1)):
         raise InvalidConfig("like", text, "NAME@SIZE with a whole number above 0, such as pods:0.5@64")
-    return name or TODAY, int(size) if at else 0
+    return name, int(size) if at else 0
 
 
 def _command(question: Question, answer: Plan) -> str:
-    size, seeds = question.size, question.seeds
-    return command(
+    size = question.size
+    return options.command(
         "plan",
         question.source,
+        size,
+        question.seeds,
         {
             "target": question.target,
             "act": question.act_s,
@@ -146,10 +141,7 @@ def _command(question: Question, answer: Plan) -> str:
             "resource": question.resource,
             "policy": question.policy,
             "cores": size.cores if question.resource == "devices" else None,
-            "nodes": size.nodes if size.nodes > 1 else None,
-            "memory-per-core": size.memory_per_core_gib if size.cores else None,
             "devices": size.devices if question.resource == "cores" else None,
-            "seeds": seeds_text(seeds),
             "knowledge": question.knowledge,
         },
     )
@@ -159,32 +151,35 @@ def _command(question: Question, answer: Plan) -> str:
 
 
 def _print(answer: Plan) -> None:
+    from tangram.sim.plan import NUMBERS, TARGETS
+
     console = show.console()
-    column = "act_mean_s" if answer.target == "mean" else "act_p95_s"
-    longest = max([getattr(point, column) for point in answer.points] + [answer.target_s])
-    seeds = f"{len(answer.seeds)} seeds" if len(answer.seeds) > 1 else f"seed {answer.seeds[0]}"
+    column = TARGETS[answer.target]
+    reached = [getattr(point, column) for point in answer.points]
+    longest = max(value for value in [*reached, answer.target_s] if value < math.inf)
     width = max(8, min(BAR_WIDTH_MAX, console.width - COLUMNS_BESIDE))
-    table = show.table(f"{answer.workload}: {answer.resource} for {answer.policy}, {seeds} (simulated)")
-    for head in (answer.resource, "mean ACT", "p95", "p99", "step", "in use"):
+    table = show.table(
+        f"{answer.workload}: {answer.resource} for {answer.policy}, {show.seeds(answer.seeds)} (simulated)"
+    )
+    for head in (answer.resource, *NUMBERS.values(), "in use"):
         table.add_column(head, justify="right")
     table.add_column("")
     table.add_column(f"{answer.target} ACT")
-    for point in answer.points:
+    for point, value in zip(answer.points, reached, strict=True):
         mark = "[green]✓[/green]" if answer.reaches(point) else "[red]✗[/red]"
         style = "bold" if point.size == answer.smallest else ""
-        table.add_row(*_cells(point), mark, _bar(getattr(point, column), longest, answer.target_s, width), style=style)
+        bar = _bar(min(value, longest), longest, answer.target_s, width)
+        table.add_row(*_cells(answer, point), mark, bar, style=style)
     table.add_section()
-    reference = answer.reference
-    table.add_row(*_cells(reference), "", f"{answer.like} today")
+    table.add_row(*_cells(answer, answer.reference), "", f"{answer.like} today")
     console.print(table)
-    console.print(answer.sentence(), highlight=False)
+    console.print(answer.sentence(), highlight=False, markup=False)
 
 
-def _cells(point: Point) -> list[str]:
-    from tangram.sim.words import percent, seconds
+def _cells(answer: Plan, point: Point) -> list[str]:
+    from tangram.sim.words import percent
 
-    values = (point.act_mean_s, point.act_p95_s, point.act_p99_s, point.step_s)
-    return [str(point.size), *map(seconds, values), percent(point.use)]
+    return [str(point.size), *answer.told(point), percent(point.use)]
 
 
 def _bar(value: float, longest: float, target: float, width: int) -> str:

@@ -77,5 +77,11 @@ def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, 
         yield tell
 
 
-def where_to_look(path: Path) -> str:
-    return f"report: {path.resolve()}\nopen it in a browser, for example with: xdg-open {path}"
+def where_to_look(report: Path, as_json: bool) -> None:
+    if not as_json:
+        typer.echo(f"report: {report.resolve()}\nopen it in a browser, for example with: xdg-open {report}")
+
+
+def seeds(numbers: tuple[int, ...]) -> str:
+    """`5 seeds`, or which one."""
+    return f"{len(numbers)} seeds" if len(numbers) > 1 else f"seed {numbers[0]}"

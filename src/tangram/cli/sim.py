@@ -7,29 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tangram.cli import show
-from tangram.cli.options import (
-    Batch,
-    Devices,
-    Json,
-    KnowledgeOf,
-    Memory,
-    Nodes,
-    Options,
-    Report,
-    Seeds,
-    Traces,
-    WorkerCount,
-    WorkloadName,
-    command,
-    names,
-    output_file,
-    seeds_of,
-    seeds_text,
-    sizes_of,
-    source_of,
-    workers_of,
-)
+from tangram.cli import options, show
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -53,91 +31,117 @@ tangram sim --trace run.jsonl --policies fcfs,adaptive
 
 
 def sim(
-    workload: WorkloadName = "",
-    trace: Traces = None,
+    workload: options.WorkloadName = None,
+    trace: options.Traces = None,
     policies: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--policies",
             metavar="A,B,C",
             help="fcfs, fixed:K, paper, adaptive, adaptive:no-resize; pods:R is a pod of R cores per trajectory, alone"
-            " what no scheduler can beat. Default: pods:0.5,fcfs,paper,adaptive.",
+            " what no scheduler can beat. Default: pods:0.5,fcfs,paper,adaptive; without sandboxes to give pods"
+            " fcfs,fixed:4,paper,adaptive.",
         ),
-    ] = "",
-    batch: Batch = None,
-    cores: Annotated[str, typer.Option("--cores", metavar="N,...", help="Cores in all; a table for each number.")] = "",
-    nodes: Nodes = None,
-    memory_per_core: Memory = None,
-    devices: Devices = None,
-    seeds: Seeds = "",
-    knowledge: KnowledgeOf = "learned",
-    faults: Annotated[int, typer.Option("--faults", metavar="N", help="Seeded faults in each simulation.")] = 0,
+    ] = None,
+    batch: options.Batch = None,
+    cores: Annotated[
+        str | None,
+        typer.Option(
+            "--cores",
+            metavar="N,...",
+            help="Cores in all; a table for each number. Default: one for eight sandboxes, at least 4;"
+            f" {options.UNITS} for independent rewards; of a recording as recorded.",
+        ),
+    ] = None,
+    nodes: options.Nodes = None,
+    memory_per_core: options.Memory = None,
+    devices: options.Devices = None,
+    seeds: options.Seeds = None,
+    knowledge: options.KnowledgeOf = "learned",
+    faults: Annotated[
+        int,
+        typer.Option(
+            "--faults",
+            metavar="N",
+            help="Faults in each simulation, drawn from its seed. A lost node loses its trajectories: use it with"
+            " several --nodes.",
+        ),
+    ] = 0,
     ageing: Annotated[
         float | None,
-        typer.Option("--ageing", metavar="S", help="Seconds after which no later action of its run overtakes one."),
+        typer.Option(
+            "--ageing",
+            metavar="SECONDS",
+            help="Wait after which no later action of its run overtakes an action. Default: 600.",
+        ),
     ] = None,
-    option: Options = None,
+    option: options.Options = None,
     base: Annotated[
-        str, typer.Option("--base", metavar="NAME", help="What ratios are taken against. Default: the first policy.")
-    ] = "",
-    report: Report = None,
+        str | None,
+        typer.Option("--base", metavar="NAME", help="What ratios are taken against. Default: the first policy."),
+    ] = None,
+    report: options.Report = None,
     record: Annotated[
         Path | None,
-        typer.Option("--record", metavar="FILE", help="Record the last-named policy under the first seed."),
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            help="Record the last-named policy under the first seed and on the first number of cores. Its folder is"
+            " made.",
+        ),
     ] = None,
-    as_json: Json = False,
-    workers: WorkerCount = None,
+    as_json: options.Json = False,
+    workers: options.WorkerCount = None,
 ) -> None:
     """Compare scheduling policies on the same work, on virtual time.
 
     Prints the action completion time (ACT) under each, and how many times less it is than under the first.
     """
-    from tangram.sim.compare import Setup, compare, workload_of
+    from tangram.sim.compare import Setup, compare
+    from tangram.sim.report import write_comparison
 
-    source = source_of(workload, trace, batch, option)
-    chosen_seeds = seeds_of(seeds, source)
-    first = workload_of(source, chosen_seeds[0])
-    chosen = names("policies", policies) if policies else _usual_policies(first, faults)
+    work = options.work_of(workload, trace, batch, option, seeds, cores, nodes, memory_per_core, devices)
+    chosen = _usual_policies(work.first) if policies is None else options.names("policies", policies)
     setups = [
         Setup(
-            source=source,
+            source=work.source,
             size=size,
             policies=chosen,
-            seeds=chosen_seeds,
+            seeds=work.seeds,
             base=base,
             knowledge=knowledge,
             faults=faults,
             ageing_s=ageing,
         )
-        for size in sizes_of(source, first, cores, nodes, memory_per_core, devices)
+        for size in work.sizes
     ]
     for setup in setups:
-        setup.size.pools(first)
-    report, record = output_file("report", report), output_file("record", record)
+        setup.size.pools(work.first)
     _check_record(record, knowledge)
-    with show.progress(f"simulating {source.name}") as progress:
-        comparisons = compare(
-            setups, workers=workers_of(workers), keep=report is not None, record_to=record, progress=progress
-        )
-    if report is not None:
-        from tangram.sim.report import write_comparison
-
-        write_comparison(report, comparisons, _command(setups))
+    options.output_files(report=report, record=record)
+    processes = options.workers_of(workers)
+    with show.progress(f"simulating {work.source.name}") as progress:
+        comparisons = compare(setups, workers=processes, keep=report is not None, record_to=record, progress=progress)
+    reproduce = _command(setups)
     if as_json:
-        show.as_json(_plain(comparisons, _command(setups)))
-        return
-    _print(comparisons)
-    if record is not None:
-        typer.echo(f"recorded {chosen[-1]} under seed {chosen_seeds[0]} in {record}")
+        show.as_json(_plain(comparisons, reproduce))
+        for comparison in comparisons:
+            if warning := comparison.warning():
+                typer.echo(f"warning: {warning}", err=True)
+    else:
+        _print(comparisons)
+        if record is not None:
+            typer.echo(f"recorded {chosen[-1]} under seed {work.seeds[0]} in {record}")
     if report is not None:
-        typer.echo(show.where_to_look(report))
+        write_comparison(report, comparisons, reproduce)
+        show.where_to_look(report, as_json)
 
 
-def _usual_policies(first: Workload, faults: int) -> tuple[str, ...]:
+def _usual_policies(first: Workload) -> tuple[str, ...]:
     """Today's pods first, where there is something to reserve pods or devices for."""
     from tangram.sim.size import pods_can_run
 
-    if pods_can_run(first) and not faults:
+    if pods_can_run(first):
         return ("pods:0.5", "fcfs", "paper", "adaptive")
     return ("fcfs", "fixed:4", "paper", "adaptive")
 
@@ -151,17 +155,15 @@ def _check_record(record: Path | None, knowledge: str) -> None:
 
 def _command(setups: list[Setup]) -> str:
     setup = setups[0]
-    seeds, size = setup.seeds, setup.size
-    return command(
+    return options.command(
         "sim",
         setup.source,
+        setup.size,
+        setup.seeds,
         {
             "policies": ",".join(setup.policies),
             "cores": ",".join(str(each.size.cores) for each in setups if each.size.cores),
-            "nodes": size.nodes if size.cores and size.nodes > 1 else None,
-            "memory-per-core": size.memory_per_core_gib if size.cores else None,
-            "devices": size.devices,
-            "seeds": seeds_text(seeds),
+            "devices": setup.size.devices,
             "knowledge": setup.knowledge,
             "faults": setup.faults,
             "ageing": setup.ageing_s,
@@ -179,28 +181,31 @@ def _print(comparisons: list[Comparison]) -> None:
         console.print(_seconds_table(comparison))
         if len(comparison.setup.policies) > 1:
             console.print(_ratio_table(comparison))
+        if warning := comparison.warning():
+            console.print(f"warning: {warning}\n", style="yellow", highlight=False, markup=False)
     console.print(_legend(comparisons[0]), highlight=False, markup=False)
 
 
 def _seconds_table(comparison: Comparison) -> Any:
-    from tangram.sim.words import percent, seconds, several
+    from tangram.sim.words import out_of, percent, seconds, several
 
     setup = comparison.setup
-    trajectories = several(round(comparison.mean(setup.policies[0], "trajectories")), "trajectory", "trajectories")
-    seeds = several(len(setup.seeds), "seed") if len(setup.seeds) > 1 else f"seed {setup.seeds[0]}"
+    trajectories = several(round(comparison.completed(setup.policies[0])[1]), "trajectory", "trajectories")
     on = f"{trajectories} on {setup.size.describe()}"
-    table = show.table(f"{setup.source.name}: {on}, {seeds}, {comparison.load.describe()} (simulated)")
+    table = show.table(
+        f"{setup.source.name}: {on}, {show.seeds(setup.seeds)}, {comparison.load.describe()} (simulated)"
+    )
     table.add_column("policy", no_wrap=True)
     heads = ["mean ACT", "waiting", "p50", "p95", "p99", "step"]
     use = "core_use" if setup.size.cores else "device_use" if setup.size.devices else ""
-    failed = any(comparison.mean(name, "failed") for name in setup.policies)
-    for head in [*heads, *(["in use"] if use else []), *(["failed"] if failed else [])]:
+    counted = bool(setup.faults or comparison.warning())
+    for head in [*heads, *(["in use"] if use else []), *(["completed"] if counted else [])]:
         table.add_column(head, justify="right")
     metrics = ("act_mean_s", "waiting_mean_s", "act_p50_s", "act_p95_s", "act_p99_s", "step_s")
     for name in setup.policies:
         cells = [name, *(seconds(comparison.mean(name, metric)) for metric in metrics)]
         cells += [percent(comparison.mean(name, use))] if use else []
-        cells += [f"{comparison.mean(name, 'failed'):.1f}"] if failed else []
+        cells += [out_of(*comparison.completed(name))] if counted else []
         table.add_row(*cells)
     return table
 
@@ -228,10 +233,8 @@ def _legend(comparison: Comparison) -> str:
         lines.append(
             "×: above 1 is better." + (" [95 % interval over seeds]" if len(comparison.setup.seeds) > 1 else "")
         )
-    if any(comparison.mean(name, "failed") for name in comparison.setup.policies):
-        lines.append(
-            "failed: trajectories that ended early because an action was refused or lost; their rest is missing."
-        )
+    if comparison.setup.faults or comparison.warning():
+        lines.append("completed: trajectories that reached their end, mean over seeds.")
     return "\n".join(lines)
 
 
@@ -243,6 +246,7 @@ def _plain_one(comparison: Comparison) -> dict[str, Any]:
     from tangram.sim.compare import METRICS
 
     setup = comparison.setup
+    known = dict.fromkeys(metric for row in comparison.rows for metric in row.summary)
     return {
         "workload": setup.source.name,
         "size": setup.size,
@@ -252,7 +256,7 @@ def _plain_one(comparison: Comparison) -> dict[str, Any]:
         "base": comparison.base,
         "policies": {
             name: {
-                "mean": {metric: comparison.mean(name, metric) for metric in comparison.rows[0].summary},
+                "mean": {metric: comparison.mean(name, metric) for metric in known},
                 "ratio": {metric: comparison.ratio(name, metric) for metric in METRICS},
                 "by_seed": {str(row.seed): row.summary for row in comparison.rows if row.policy == name},
             }

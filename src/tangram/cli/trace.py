@@ -21,11 +21,13 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --recor
 
 @app.command(
     "story",
-    epilog="[bold]Example[/bold]\n\ntangram trace story coding/7.12.0 --trace run.jsonl",
+    epilog="[bold]Example[/bold]\n\ntangram trace story run.jsonl coding/7.12.0",
 )
 def story(
-    action: Annotated[str, typer.Argument(metavar="ID", help="The id of an action.")],
-    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="The trace to look in.")],
+    file: File,
+    action: Annotated[
+        str, typer.Argument(metavar="ID", help="The id of an action: TRAJECTORY.TURN.NUMBER, such as coding/7.12.0.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Tell all that happened to one action, in order."""
@@ -35,14 +37,14 @@ def story(
 
     found: list[Any] = []
     ids: list[str] = []
-    with opened(trace) as (_, lines):
+    with opened(file) as (_, lines):
         for line in lines:
             if mentions(line.message, action):
                 found.append(line)
             elif not found and isinstance(line.message, Submit):
                 ids.append(line.message.action.id)
     if not found:
-        raise InvalidConfig("action", action, f"the id of an action in {trace}{_nearest(action, ids)}")
+        raise InvalidConfig("action", action, f"the id of an action in {file}{_nearest(action, ids)}")
     if as_json:
         show.as_json(found)
         return

@@ -138,14 +138,14 @@ def splits(lines: Sequence[Line], kinds_max: int = 6) -> dict[str, list[Split]]:
     """By kind, those with the most time first, one split per line."""
     kinds: dict[str, float] = {}
     for line in lines:
-        for row in line.result.rows:
+        for row in line.result.completed:
             kinds[row.kind] = kinds.get(row.kind, 0.0) + row.act_s
     chosen = sorted(kinds, key=lambda kind: -kinds[kind])[:kinds_max]
     return {kind: [_split(line.result, kind) for line in lines] for kind in chosen}
 
 
 def _split(result: Result, kind: str) -> Split:
-    rows = [row for row in result.rows if row.kind == kind]
+    rows = [row for row in result.completed if row.kind == kind]
     count = max(1, len(rows))
     return Split(
         count=len(rows),

@@ -27,6 +27,8 @@ from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
 from tangram.sim.size import Load, Size, load, pods_can_run, span
 from tangram.sim.statistics import Interval, ratio_of
+from tangram.sim.whole_file import partial_of
+from tangram.sim.words import out_of
 from tangram.sim.workload import build
 from tangram.sim.workloads import options
 
@@ -70,8 +72,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     size: Size
     policies: tuple[str, ...]
     seeds: tuple[int, ...]
-    base: str = ""
-    """What the others are measured against. Empty: the first policy."""
+    base: str | None = None
+    """What the others are measured against. None: the first policy."""
     knowledge: str = "learned"
     faults: int = 0
     """Seeded faults per simulation."""
@@ -82,7 +84,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("policies", "none", "at least one policy or baseline")
         for name in self.policies:
             check_policy(name)
-        if self.base and self.base not in self.policies:
+        if self.base is not None:
             options.known("base", self.base, self.policies)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise InvalidConfig("seeds", list(self.seeds), "different whole numbers, at least 0")
@@ -90,12 +92,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         options.whole("faults", self.faults, least=0)
         if self.ageing_s is not None:
             options.positive("ageing", self.ageing_s)
-        if self.faults and any(name.startswith("pods") for name in self.policies):
-            raise InvalidConfig("policies", "pods", "no pods beside faults: that baseline does not recover from any")
 
     @property
     def measured_against(self) -> str:
-        return self.base or self.policies[0]
+        return self.policies[0] if self.base is None else self.base
 
 
 def check_policy(name: str) -> None:
@@ -215,18 +215,51 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def base(self) -> str:
         return self.setup.measured_against
 
-    def mean(self, name: str, metric: str) -> float:
-        """Over seeds."""
+    def mean(self, name: str, metric: str) -> float | None:
+        """Over seeds; None where it is not known under each of them, as the time of a step that lost a trajectory."""
         values = self.values(name, metric)
-        return sum(values) / len(values)
+        return sum(values) / len(values) if values else None
 
     def values(self, name: str, metric: str) -> list[float]:
-        """One per seed, in the order of the seeds."""
-        return [row.summary[metric] for row in self.rows if row.policy == name]
+        """One per seed, in the order of the seeds; none at all where one is missing: the rest would mislead."""
+        found = [row.summary.get(metric) for row in self.rows if row.policy == name]
+        known = [value for value in found if value is not None]
+        return known if len(known) == len(found) else []
 
     def ratio(self, name: str, metric: str) -> Interval | None:
-        """How many times less the policy needs than the base; None where one of them is zero."""
-        return ratio_of(self.values(self.base, metric), self.values(name, metric))
+        """How many times less the policy needs than the base; None where one of them is zero or not known."""
+        above, below = self.values(self.base, metric), self.values(name, metric)
+        return ratio_of(above, below) if above and below else None
+
+    def completed(self, name: str) -> tuple[float, float]:
+        """Trajectories that reached their end, and all of them; means over seeds."""
+        total = sum(self.values(name, "trajectories")) / len(self.setup.seeds)
+        return total - sum(self.values(name, "failed")) / len(self.setup.seeds), total
+
+    def warning(self) -> str:
+        """What is missing from the numbers, and what to do about it; empty if nothing is."""
+        done = {name: self.completed(name) for name in self.setup.policies}
+        lost = [f"{out_of(*done[name])} under {name}" for name in done if done[name][0] < done[name][1]]
+        if not lost:
+            return ""
+        told = [
+            f"trajectories were lost; completed are {', '.join(lost)}.",
+            "What the others would still have done is missing: ACT is that of less work than was asked for, and a step"
+            " that did not complete has no time.",
+        ]
+        if len(set(done.values())) > 1:
+            told.append("Policies that completed different numbers did different work; their ratios say little.")
+        return " ".join([*told, self._advice()])
+
+    def _advice(self) -> str:
+        setup = self.setup
+        if not setup.faults:
+            return (
+                "No fault was asked for: a pool or a quota is too small. A smaller --batch or larger pools lose less."
+            )
+        if setup.size.cores and setup.size.nodes == 1:
+            return "All cores are on one node and everything goes down with it: more --nodes lose less at once."
+        return "More --nodes lose less at once, fewer --faults less in all."
 
     def kept(self, name: str) -> Result | None:
         """The whole result under the first seed, if it was kept."""
@@ -255,7 +288,8 @@ def compare(
             played = iter(pool.map(play, tasks, progress))
     finally:
         if record_to is not None:
-            record.partial_of(record_to).unlink(missing_ok=True)
+            # A worker that was ended could not do it.
+            partial_of(record_to).unlink(missing_ok=True)
     return [_gathered(setup, [next(played) for _ in _tasks(setup, keep)]) for setup in setups]
 
 

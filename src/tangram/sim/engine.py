@@ -44,7 +44,7 @@ from tangram.sim.apis import Apis
 from tangram.sim.cpushare import CpuShare, shape
 from tangram.sim.devices import Devices
 from tangram.sim.episode import Episode, Step, Workload
-from tangram.sim.result import ActionRow, Result, Samples
+from tangram.sim.result import COMPLETED, ActionRow, Result, Samples
 
 DEVICE_MEMORY_GIB = 80.0
 """Of an emulated device, as on the accelerators of the publications."""
@@ -246,7 +246,7 @@ class Engine:
         self._rows.append(self._row(live, outcome))
         playing = live.episode
         playing.outstanding -= 1
-        if outcome.status not in (Status.SUCCEEDED, Status.TIMED_OUT):
+        if outcome.status.value not in COMPLETED:
             playing.failed = True
         if playing.outstanding == 0:
             if playing.failed:

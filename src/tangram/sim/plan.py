@@ -7,7 +7,7 @@ be no worse. Promises the same answer for the same question, however many proces
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -17,10 +17,12 @@ from tangram.sim.compare import Played, Progress, Setup, Source, Task, play, wor
 from tangram.sim.episode import Workload
 from tangram.sim.parallel import Workers
 from tangram.sim.size import Size, pods_can_run, static_devices
-from tangram.sim.words import seconds
+from tangram.sim.words import digits_apart, seconds
 from tangram.sim.workloads import options
 
 TARGETS = {"mean": "act_mean_s", "p95": "act_p95_s"}
+NUMBERS = {"act_mean_s": "mean ACT", "act_p95_s": "p95", "act_p99_s": "p99", "step_s": "step"}
+"""What a plan tells of each size, with the words for it."""
 RESOURCES = ("cores", "devices")
 PRECISION = 0.02
 """The search ends when the answer is known to this share of it, or to one unit."""
@@ -51,7 +53,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     knowledge: str = "learned"
 
     def __post_init__(self) -> None:
-        options.known("target", self.target, TARGETS)
+        if self.target not in TARGETS:
+            raise InvalidConfig("target", self.target, f"{' or '.join(TARGETS)} (which ACT; its seconds go to --act)")
         options.known("resource", self.resource, RESOURCES)
         options.whole("like", self.like_size, least=0)
         if self.act_s is not None:
@@ -80,11 +83,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     act_mean_s: float
     act_p95_s: float
     act_p99_s: float
-    step_s: float
+    step_s: float | None
+    """None: not every trajectory completed, so neither did the step."""
     use: float
     """Share of the pool in use."""
     failed: float
-    """Trajectories that did not end well."""
+    """Trajectories that did not complete."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,23 +113,62 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Share of today's reservation that is not needed."""
         return None if self.smallest is None else 1.0 - self.smallest / self.reference.size
 
+    @property
+    def digits(self) -> int:
+        """More digits than usual that tell every size that misses the target from it."""
+        return digits_apart([_value(point, self.target) for point in self.points], self.target_s)
+
+    def told(self, point: Point) -> list[str]:
+        """Its times in words, the one that the target looks at with enough digits."""
+        aimed = TARGETS[self.target]
+        return [seconds(getattr(point, column), self.digits if column == aimed else 0) for column in NUMBERS]
+
     def sentence(self) -> str:
         """The answer in words."""
-        goal = f"{self.target} ACT of {seconds(self.target_s)}"
+        goal = f"{self.target} ACT of {seconds(self.target_s, self.digits)}"
         today = f"{self.like} on {self.reference.size} {self.resource}"
         if self.smallest is None or self.saved is None:
             most = self.points[-1].size
-            return f"{self.policy} does not reach a {goal}, even with {most} {self.resource}; today: {today}."
-        change = f"{100.0 * abs(self.saved):.0f} % {'fewer' if self.saved >= 0.0 else 'more'}"
-        return f"{self.policy} reaches a {goal} with {self.smallest} {self.resource}: {change} than {today}."
+            told = f"{self.policy} does not reach a {goal}, even with {most} {self.resource}; today: {today}."
+            return " ".join([told, *self._losses()])
+        change = f"{100.0 * abs(self.saved):.0f} % {'fewer' if self.saved > 0.0 else 'more'} than {today}"
+        if not self.saved:
+            change = f"no fewer than {today}"
+        told = f"{self.policy} reaches a {goal} with {self.smallest} {self.resource}: {change}."
+        return " ".join([told, *self._worse(), *self._losses()])
+
+    def _worse(self) -> Iterator[str]:
+        """What the target does not look at and what is worse there than today."""
+        found = next(point for point in self.points if point.size == self.smallest)
+        worse = []
+        for column, words in NUMBERS.items():
+            new, old = getattr(found, column), getattr(self.reference, column)
+            if new is not None and old is not None and new > old and seconds(new) != seconds(old):
+                worse.append(f"{words} {seconds(new)} instead of {seconds(old)}")
+        if worse:
+            yield f"But this is worse than today: {', '.join(worse)}."
+
+    def _losses(self) -> Iterator[str]:
+        if self.reference.failed:
+            yield (
+                f"Under {self.like} {self.reference.failed:.1f} trajectories did not complete: its ACT is that of less"
+                " work."
+            )
+        if any(point.failed for point in self.points):
+            yield "A size on which trajectories did not complete does not reach the target."
 
     def reaches(self, point: Point) -> bool:
         return _reaches(point, self.target, self.target_s)
 
 
-def _reaches(point: Point, target: str, target_s: float) -> bool:
+def _value(point: Point, target: str) -> float:
     value: float = getattr(point, TARGETS[target])
-    return value <= target_s * (1.0 + 1e-9)
+    return value
+
+
+def _reaches(point: Point, target: str, target_s: float) -> bool:
+    """To nine digits, and with every trajectory completed: what was not done must not count as done soon."""
+    return not point.failed and _value(point, target) <= target_s * (1.0 + 1e-9)
 
 
 def plan(question: Question, *, workers: int | None = None, progress: Progress | None = None) -> Plan:
@@ -245,8 +288,7 @@ class _Search:
             self.points[size] = point
 
     def value(self, size: int) -> float:
-        value: float = getattr(self.points[size], TARGETS[self._question.target])
-        return value
+        return _value(self.points[size], self._question.target)
 
     def measure(self, policy: str, sizes: list[int]) -> list[Point]:
         question = self._question
@@ -264,14 +306,16 @@ class _Search:
 
 def _point(size: int, resource: str, played: list[Played]) -> Point:
     def mean(metric: str) -> float:
-        return sum(one.summary.get(metric, 0.0) for one in played) / len(played)
+        """Endless where nothing completed."""
+        return sum(one.summary.get(metric, math.inf) for one in played) / len(played)
 
+    failed = mean("failed")
     return Point(
         size=size,
         act_mean_s=mean("act_mean_s"),
         act_p95_s=mean("act_p95_s"),
         act_p99_s=mean("act_p99_s"),
-        step_s=mean("step_s"),
+        step_s=None if failed else mean("step_s"),
         use=mean("device_use" if resource == "devices" else "core_use"),
-        failed=mean("failed"),
+        failed=failed,
     )

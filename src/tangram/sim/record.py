@@ -16,14 +16,13 @@ Promises InvalidTrace with file and line for whatever is malformed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from tangram.core.action import Action, Outcome, Status
+from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
 from tangram.core.messages import (
     Effect,
@@ -44,7 +43,9 @@ from tangram.core.speedup import RIGID, PowerLaw, Speedup
 from tangram.core.trace import Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.result import COMPLETED
 from tangram.sim.size import Size
+from tangram.sim.whole_file import whole_file
 
 Observer = Callable[[float, Event, list[Effect]], None]
 
@@ -53,7 +54,6 @@ WEIGHTS_GIB = 72.0
 BUSY_MIN = 0.001
 SECONDS_MIN = 1e-4
 """An action that the trace shows with no time at all still took some."""
-RAN = (Status.SUCCEEDED, Status.TIMED_OUT)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------
@@ -70,22 +70,10 @@ def recording(
     if not path:
         yield None
         return
-    target, partial = Path(path), partial_of(path)
     recorder = Recorder()
-    try:
-        with partial.open("wb") as file:
-            file.write(recorder.header(Header(policy=policy, pools=pools, ageing_s=limits.ageing_s, note=note)))
-            yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
-        os.replace(partial, target)
-    except OSError as error:
-        raise InvalidConfig("record", str(path), f"a file that can be written ({error.strerror})") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def partial_of(path: str | Path) -> Path:
-    """Where a recording grows. A process that is ended leaves it behind; who ends it deletes it."""
-    return Path(path).with_name(Path(path).name + ".partial")
+    with whole_file("record", path) as file:
+        file.write(recorder.header(Header(policy=policy, pools=pools, ageing_s=limits.ageing_s, note=note)))
+        yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------
@@ -230,7 +218,7 @@ class _Reading:
     def _settled(self, seen: _Seen, outcome: Outcome, now: float) -> None:
         seen.ended_at = now
         seen.outcome = outcome
-        if outcome.status not in RAN or not seen.stretches or not seen.action.demand.elastic:
+        if outcome.status.value not in COMPLETED or not seen.stretches or not seen.action.demand.elastic:
             return
         units = seen.over_time(lambda units: units) / max(outcome.execution_s, SECONDS_MIN)
         self.knowledge.observe(
@@ -245,7 +233,7 @@ class _Reading:
     def episodes(self) -> tuple[Episode, ...]:
         by_trajectory: dict[str, list[_Seen]] = {}
         for seen in self.seen.values():
-            if seen.outcome is not None and seen.outcome.status in RAN and seen.stretches:
+            if seen.outcome is not None and seen.outcome.status.value in COMPLETED and seen.stretches:
                 by_trajectory.setdefault(seen.action.trajectory or seen.action.id, []).append(seen)
         return tuple(self._episode(name, members) for name, members in by_trajectory.items())
 

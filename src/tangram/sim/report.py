@@ -11,12 +11,12 @@ from html import escape
 from pathlib import Path
 
 from tangram.core.demand import CORE, CPU, GPU
-from tangram.errors import InvalidConfig
 from tangram.sim import charts
 from tangram.sim.compare import METRICS, Comparison, workload_of
 from tangram.sim.page import card, figure, legend, page, prose, section
 from tangram.sim.plan import TARGETS, Plan, Point
 from tangram.sim.statistics import Interval
+from tangram.sim.whole_file import whole_file
 from tangram.sim.words import percent, seconds, several, times
 
 COLOURS_OTHERS = ("p2", "p3", "p4", "p5", "p6")
@@ -33,10 +33,8 @@ def write_plan(path: Path, answer: Plan, command: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidConfig("report", str(path), f"a file that can be written ({error.strerror})") from error
+    with whole_file("report", path) as file:
+        file.write(text.encode())
 
 
 # ---- comparison -----------------------------------------------------------------------------------------------
@@ -75,6 +73,8 @@ def colours(comparison: Comparison) -> dict[str, str]:
 def headline(comparison: Comparison) -> str:
     name, base = featured(comparison), comparison.base
     ratio = comparison.ratio(name, "act_mean_s")
+    if comparison.mean(name, "act_mean_s") is None:
+        return f"No action completed with {name}."
     if name == base or ratio is None:
         return f"Actions complete in {seconds(comparison.mean(name, 'act_mean_s'))} on average with {name}."
     unclear = ratio.low is not None and ratio.high is not None and ratio.low <= 1.0 <= ratio.high
@@ -88,7 +88,7 @@ def headline(comparison: Comparison) -> str:
 def _lead(comparison: Comparison) -> str:
     """What the headline rests on, in sentences."""
     name, base, setup = featured(comparison), comparison.base, comparison.setup
-    trajectories = several(round(comparison.mean(name, "trajectories")), "trajectory", "trajectories")
+    trajectories = several(round(comparison.completed(name)[1]), "trajectory", "trajectories")
     told = [f"The same {trajectories} on the same {setup.size.describe()}, {comparison.load.describe()}."]
     if name != base:
         told.append(
@@ -97,22 +97,20 @@ def _lead(comparison: Comparison) -> str:
             f" {seconds(comparison.mean(name, 'waiting_mean_s'))} instead of"
             f" {seconds(comparison.mean(base, 'waiting_mean_s'))}."
         )
-        told.append(
-            f"The step, which ends with its last trajectory, takes {seconds(comparison.mean(name, 'step_s'))}"
-            f" instead of {seconds(comparison.mean(base, 'step_s'))}."
-        )
-    lost = [
-        f"{comparison.mean(each, 'failed'):.1f} under {each}"
-        for each in setup.policies
-        if comparison.mean(each, "failed")
-    ]
-    if lost:
-        told.append(f"Trajectories that ended early, their later actions missing here: {', '.join(lost)}.")
+        step_s, base_step_s = comparison.mean(name, "step_s"), comparison.mean(base, "step_s")
+        if step_s is not None and base_step_s is not None:
+            told.append(
+                f"The step, which ends with its last trajectory, takes {seconds(step_s)}"
+                f" instead of {seconds(base_step_s)}."
+            )
     return " ".join(told)
 
 
 def _opening(comparison: Comparison) -> str:
-    return f'<h1>{escape(headline(comparison))}</h1><p class="lead">{prose(_lead(comparison))}</p>{_cards(comparison)}'
+    warning = comparison.warning()
+    told = f'<p class="lead"><strong>Warning:</strong> {prose(warning)}</p>' if warning else ""
+    lead = f'<p class="lead">{prose(_lead(comparison))}</p>'
+    return f"<h1>{escape(headline(comparison))}</h1>{told}{lead}{_cards(comparison)}"
 
 
 def _cards(comparison: Comparison) -> str:
@@ -185,7 +183,7 @@ def _pictures(comparison: Comparison) -> list[str]:
     lines = [
         charts.Line(name=name, css=css[name], result=result)
         for name in comparison.setup.policies
-        if (result := comparison.kept(name)) is not None and result.rows
+        if (result := comparison.kept(name)) is not None and result.completed
     ]
     if not lines:
         return []
@@ -235,7 +233,7 @@ def _pools(comparison: Comparison) -> list[charts.Pooled]:
 
 def _timeline_section(comparison: Comparison, lines: list[charts.Line]) -> str:
     names = list(dict.fromkeys([comparison.base, featured(comparison)]))
-    shown = [line for name in names for line in lines if line.name == name]
+    shown = [line for name in names for line in lines if line.name == name] or lines[:1]
     window = charts.window(shown[0].result)
     kinds: dict[str, int] = {}
     for line in shown:
@@ -278,7 +276,11 @@ def plan_page(answer: Plan, command: str) -> str:
             f"Every size that was simulated, each under {several(len(answer.seeds), 'seed')}; means over seeds.",
             figure(keys + curve),
         ),
-        section("All sizes", f"Bold: the smallest that reaches {seconds(answer.target_s)}.", _plan_table(answer)),
+        section(
+            "All sizes",
+            f"Bold: the smallest that reaches {seconds(answer.target_s, answer.digits)}.",
+            _plan_table(answer),
+        ),
         _footer(command, [("policy", answer.policy), ("seeds", ", ".join(map(str, answer.seeds)))]),
     ]
     return page(f"Tangram: {answer.resource} for {answer.workload}", "\n".join(body))
@@ -294,8 +296,7 @@ def _plan_table(answer: Plan) -> str:
     heads = "".join(f"<th>{head}</th>" for head in ("mean ACT", "p95", "p99", "step time", "in use", "target"))
 
     def row(name: str, point: Point, reached: str, css: str) -> str:
-        values = (point.act_mean_s, point.act_p95_s, point.act_p99_s, point.step_s)
-        cells = "".join(f"<td>{escape(seconds(value))}</td>" for value in values)
+        cells = "".join(f"<td>{escape(told)}</td>" for told in answer.told(point))
         return f"<tr{css}><td>{escape(name)}</td>{cells}<td>{percent(point.use)}</td><td>{reached}</td></tr>"
 
     rows = [

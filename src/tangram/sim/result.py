@@ -1,12 +1,20 @@
-"""The result of one simulation, and what people ask of it: ACT, waiting, step time, use of cores."""
+"""The result of one simulation, and what people ask of it: ACT, waiting, step time, use of cores.
+
+Promises times of what completed only: an action that was lost or refused has no ACT, and a step that lost a trajectory
+has no time.
+"""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
+from tangram.core.action import Status
+
 SAMPLES_MAX = 4000
 """Points kept of a curve over time; beyond it every second one is dropped and the spacing doubles."""
+COMPLETED = (Status.SUCCEEDED.value, Status.TIMED_OUT.value)
+"""How an action ends that has run to its end; a timeout is an answer to the agent."""
 
 
 class ActionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,36 +76,46 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     episode_ends: list[float]
     episodes_failed: int
     makespan_s: float
-    """The step: from the first start to the end of the slowest trajectory."""
+    """From the first start to the end of the slowest trajectory, be it that it was lost."""
     cores: float
     core_s: float
     """CPU seconds really used."""
     busy: list[tuple[float, float]]
     """Cores in use over time."""
 
+    @property
+    def completed(self) -> list[ActionRow]:
+        return [row for row in self.rows if row.status in COMPLETED]
+
     def acts(self, kind: str = "") -> np.ndarray:
-        return np.array([row.act_s for row in self.rows if not kind or row.kind == kind])
+        return np.array([row.act_s for row in self.completed if not kind or row.kind == kind])
 
     def summary(self) -> dict[str, float]:
-        """The numbers of a table row."""
+        """The numbers of a table row. What was not reached is left out: times without a completed action, and
+        `step_s` of a step that lost a trajectory."""
+        counts = {
+            "actions": float(len(self.completed)),
+            "actions_lost": float(len(self.rows) - len(self.completed)),
+            "trajectories": float(len(self.episode_ends)),
+            "failed": float(self.episodes_failed),
+            "core_use": self.core_s / (self.cores * self.makespan_s) if self.cores and self.makespan_s else 0.0,
+        }
+        step = {"step_s": self.makespan_s} if self.completed and not self.episodes_failed else {}
+        return counts | self._times() | step
+
+    def _times(self) -> dict[str, float]:
+        rows = self.completed
+        if not rows:
+            return {}
         acts = self.acts()
-        executions = np.array([row.execution_s for row in self.rows])
-        waits = np.array([row.waiting_s for row in self.rows])
-        overheads = np.array([row.overhead_s for row in self.rows])
-        if not len(acts):
-            return {"actions": 0.0}
+        executions = np.array([row.execution_s for row in rows])
         return {
-            "actions": float(len(acts)),
             "act_mean_s": float(acts.mean()),
             "act_p50_s": float(np.percentile(acts, 50)),
             "act_p95_s": float(np.percentile(acts, 95)),
             "act_p99_s": float(np.percentile(acts, 99)),
             "act_weighted_s": float((acts * executions).sum() / max(executions.sum(), 1e-12)),
-            "waiting_mean_s": float(waits.mean()),
+            "waiting_mean_s": float(np.mean([row.waiting_s for row in rows])),
             "execution_mean_s": float(executions.mean()),
-            "overhead_mean_s": float(overheads.mean()),
-            "step_s": self.makespan_s,
-            "core_use": self.core_s / (self.cores * self.makespan_s) if self.cores and self.makespan_s else 0.0,
-            "trajectories": float(len(self.episode_ends)),
-            "failed": float(self.episodes_failed),
+            "overhead_mean_s": float(np.mean([row.overhead_s for row in rows])),
         }

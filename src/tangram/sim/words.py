@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tangram.sim.statistics import Interval
 
+MORE_DIGITS_MAX = 7
+"""Ten digits in all tell apart whatever a plan tells apart."""
 
-def seconds(value: float) -> str:
-    """Three digits that matter."""
+
+def seconds(value: float | None, more: int = 0) -> str:
+    """Three digits that matter, and `more`; a dash for what is not known."""
+    if value is None:
+        return "-"
     if value >= 99.95:
-        return f"{value:,.0f} s"
+        return f"{value:,.{more}f} s"
     if value >= 9.995:
-        return f"{value:.1f} s"
+        return f"{value:.{1 + more}f} s"
     if value >= 0.9995:
-        return f"{value:.2f} s"
+        return f"{value:.{2 + more}f} s"
     if value >= 0.09995:
-        return f"{value * 1000.0:.0f} ms"
-    return f"{value * 1000.0:.1f} ms" if value else "0 s"
+        return f"{value * 1000.0:.{more}f} ms"
+    return f"{value * 1000.0:.{1 + more}f} ms" if value else "0 s"
+
+
+def digits_apart(values: Iterable[float], target: float) -> int:
+    """How many more digits `seconds` needs for every value that is not the target to look different from it."""
+    others = [value for value in values if value != target]
+    for more in range(MORE_DIGITS_MAX):
+        if seconds(target, more) not in [seconds(value, more) for value in others]:
+            return more
+    return MORE_DIGITS_MAX
 
 
 def times(interval: Interval | None) -> str:
@@ -27,8 +43,13 @@ def times(interval: Interval | None) -> str:
     return f"{interval.mean:.2f}× [{interval.low:.2f}, {interval.high:.2f}]"
 
 
-def percent(share: float) -> str:
-    return f"{100.0 * share:.1f} %"
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100.0 * share:.1f} %"
+
+
+def out_of(done: float, total: float) -> str:
+    """`16 of 32`, and `15.5 of 32` for a mean."""
+    return f"{done:,.{0 if done == int(done) else 1}f} of {total:,.0f}"
 
 
 def several(count: int, singular: str, plural: str = "") -> str:
