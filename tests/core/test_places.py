@@ -502,16 +502,81 @@ def test_who_comes_while_the_only_node_is_down_waits_for_it(cluster: Make) -> No
     assert c.starts() == ["a"]
 
 
-def test_a_sibling_that_its_sandboxs_node_cannot_hold_is_stranded(cluster: Make) -> None:
-    c = cluster(*SMALL, *LARGE, stranded_s=60.0)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sandbox_waits_for_a_node_that_could_hold_all_its_actions(cluster: Make, policy: str) -> None:
+    c = cluster(*SMALL, *LARGE, policy=policy)
     c.submit("fill", EIGHT)
     c.send(box("b"))
     c.submit("wide", EIGHT, sandbox="b")
     c.submit("first", ONE, sandbox="b", priority=1)
-    assert c.start("first").grant.node == "small"
-    assert c.explain("wide") == "wide asks for at least 8 cores of cpu; the largest such pool has 2 cores"
+    assert c.starts() == [], "the small node is idle, but the other action could never run there"
+    if policy == "adaptive":
+        c.send(box("another"))
+        c.submit("free", ONE, sandbox="another", priority=1)
+        assert c.start("free").grant.node == "small", "who waits alone is not kept from it"
+    c.run("fill")
+    assert c.start("first").grant.node == "large"
+    c.run("first")
+    assert c.start("wide").grant.node == "large"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sandbox_whose_actions_need_other_kinds_goes_where_all_of_them_are(cluster: Make, policy: str) -> None:
+    c = cluster(*LARGE, *cpu_node("g0", 2, 1.0), Pool(kind="gpu", node="g0", total=4), policy=policy)
+    c.submit("fill", {"cpu": cores(2), "gpu": fixed(4)})
+    c.send(box("b"))
+    c.submit("judge", {"gpu": fixed(1)}, sandbox="b")
+    c.submit("edit", {"cpu": learned()}, sandbox="b")
+    assert c.starts() == []
+    c.run("fill")
+    assert {c.start(name).grant.node for name in ("judge", "edit")} == {"g0"}
+
+
+def test_once_the_demanding_sibling_is_gone_the_others_take_any_node(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE)
+    c.submit("fill", EIGHT)
+    c.send(box("b"))
+    c.submit("wide", EIGHT, sandbox="b", priority=-1)
+    c.submit("first", ONE, sandbox="b")
+    c.submit("second", ONE, sandbox="b")
+    c.cancel("wide")
+    assert [c.start(name).grant.node for name in ("first", "second")] == ["small", "small"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_once_no_node_could_hold_all_any_longer_the_others_take_any_node(cluster: Make, policy: str) -> None:
+    c = cluster(*SMALL, *cpu_node("g0", 2, 1.0), Pool(kind="gpu", node="g0", total=4), policy=policy)
+    c.submit("fill", {"cpu": cores(2), "gpu": fixed(4)})
+    c.send(box("b"))
+    c.submit("judge", {"gpu": fixed(1)}, sandbox="b")
+    c.submit("edit", ONE, sandbox="b")
+    assert c.starts() == []
+    c.send(PoolChanged(pool=Pool(kind="gpu", node="g0", total=0)))
+    assert c.start("edit").grant.node == "small"
+
+
+def test_a_sibling_of_a_quota_asks_nothing_of_the_node(cluster: Make) -> None:
+    c = cluster(*SMALL, Pool(kind="api", total=1))
+    c.submit("fill", {"cpu": cores(2), "api": fixed(1)})
+    c.send(box("b"))
+    c.submit("call", {"api": fixed(1)}, sandbox="b")
+    c.submit("a", ONE, sandbox="b")
+    c.run("fill")
+    assert c.starts() == ["call", "a"]
+
+
+def test_where_no_node_could_hold_all_the_first_decides_and_the_other_is_stranded(cluster: Make) -> None:
+    c = cluster(*SMALL, Pool(kind="gpu", node="g0", total=4), stranded_s=60.0)
+    c.submit("fill", TWO)
+    c.send(box("b", 0))
+    c.submit("a", ONE, sandbox="b")
+    c.submit("judge", {"gpu": fixed(8)}, sandbox="b")
+    assert c.refusal()[0] == "capacity"
+    c.submit("judge", {"gpu": fixed(1)}, sandbox="b")
+    assert c.start("judge").grant.node == "g0"
+    assert c.explain("a") == "a asks for pool kind cpu, of which there is none on node g0; kinds: cpu, gpu, memory"
     c.pass_time(60.0)
-    assert c.outcome().action == "wide"
+    assert c.outcome().action == "a"
 
 
 def test_learned_cpu_runs_on_a_node_that_is_smaller_than_what_it_would_reserve(cluster: Make) -> None:

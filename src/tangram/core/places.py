@@ -6,7 +6,7 @@ it says which ones are concerned, and the scheduler acts.
 
 from __future__ import annotations
 
-from tangram.core.demand import MEMORY
+from tangram.core.demand import MEMORY, Need
 from tangram.core.ledger import Ledger, PoolState
 from tangram.core.messages import NodeState, Reserve
 from tangram.core.queue import Entry, Place, Run
@@ -48,11 +48,22 @@ class Places:
     def settle_down(self, place: Place, node: str) -> None:
         """The sandbox stands on this node from now on: memory for its whole life is held there."""
         place.node = node
+        place.wants = ()
         if place.memory:
             place.reserved = self._ledger.hold(self._ledger.kinds[MEMORY][node], place.memory, place.run.usage)
 
     def join(self, place: Place, entry: Entry) -> None:
         place.actions[entry.id] = entry
+
+    def wants(self, place: Place) -> tuple[Need, ...]:
+        """What all actions of a sandbox want of its node: per kind, the most that one of them needs."""
+        if len(place.actions) < 2:
+            return ()
+        most: dict[str, int] = {}
+        for entry in place.actions.values():
+            for kind, units in entry.needs:
+                most[kind] = max(units, most.get(kind, units))
+        return tuple(sorted(most.items()))
 
     def leave(self, place: Place, entry: Entry) -> PoolState | None:
         """An action has settled. Returns the memory pool if that freed the memory of a released sandbox."""

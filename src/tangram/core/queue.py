@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from tangram.core.action import Action, State, Status
-from tangram.core.demand import CPU, LEARNED, MEMORY
+from tangram.core.demand import CPU, LEARNED, MEMORY, Need
 from tangram.core.ledger import Holding, Ledger, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
@@ -41,8 +41,8 @@ NEVER = 1_000_000_000
 Span = tuple[str, int, int]
 """A pool kind with the least and the most that actions of a lane need of it, or LEARNED twice."""
 
-LaneKey = tuple[tuple[Span, ...], str, str, str]
-"""Needs, the elastic kind, the node and the service."""
+LaneKey = tuple[tuple[Span, ...], str, str, str, tuple[Need, ...]]
+"""Needs, the elastic kind, the node, the service, and what its sandbox wants of a node that it has yet to choose."""
 
 LANES_SPARE = 256
 """Lanes of a run in which nobody waits are dropped when they outnumber the others by this many: they name nodes and
@@ -55,7 +55,7 @@ EXACT_LANES_MAX = 64
 class Place:
     """A sandbox in the eyes of the scheduler: memory for its life, and the node that its first action chose."""
 
-    __slots__ = ("actions", "id", "memory", "node", "released", "reserved", "run")
+    __slots__ = ("actions", "id", "memory", "node", "released", "reserved", "run", "wants")
 
     def __init__(self, sandbox: str, memory: int, run: Run) -> None:
         self.id = sandbox
@@ -66,6 +66,8 @@ class Place:
         self.reserved: Holding | None = None
         self.actions: dict[str, Entry] = {}
         """Its live actions; the memory stays until the last of them is gone."""
+        self.wants: tuple[Need, ...] = ()
+        """While it has no node and several actions: per kind, the most that one of them needs."""
         self.released = False
 
 
@@ -168,7 +170,7 @@ class Lane:
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
-        spans, elastic, node, service = key
+        spans, elastic, node, service, _ = key
         self.run = run
         self.floor = spans[0][1] if len(spans) == 1 and spans[0][1] > 0 else 0
         """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
@@ -590,8 +592,10 @@ class Queue:
 def _lane_key(entry: Entry, node: str) -> LaneKey:
     exact = len(entry.run.lanes) < EXACT_LANES_MAX
     needs = entry.needs
+    wants: tuple[Need, ...] = ()
     if entry.place is not None and not node:
         needs = (*needs, (MEMORY, entry.place.memory))
+        wants = entry.place.wants
     spans = []
     for kind, units in needs:
         if units == LEARNED:
@@ -601,7 +605,7 @@ def _lane_key(entry: Entry, node: str) -> LaneKey:
         else:
             most = (1 << units.bit_length()) - 1
             spans.append((kind, most // 2 + 1, most))
-    return tuple(spans), entry.elastic, node, entry.action.service
+    return tuple(spans), entry.elastic, node, entry.action.service, wants
 
 
 def _rank(entry: Entry, aged_since: float) -> tuple[int, int, float, int]:

@@ -206,6 +206,8 @@ class Scheduler:
         self.entries[action.id] = entry
         if place is not None:
             self.places.join(place, entry)
+            if not place.node and len(place.actions) > 1:
+                self._want_together(place)
         if action.deadline_s is not None:
             self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
         entry.key = self.policy.order(entry, self.snapshot)
@@ -359,6 +361,19 @@ class Scheduler:
         if self._stranded.add(entry, self.now):
             self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
+    def _want_together(self, place: Place) -> None:
+        """An action of a sandbox without a node has come or gone. If that changes what all of them want of a node, they
+        wait for another one."""
+        wants = self.places.wants(place)
+        if wants == place.wants:
+            return
+        waiting = [entry for entry in place.actions.values() if entry.lane is not None]
+        for entry in waiting:
+            self.queue.dequeue(entry)
+        place.wants = wants
+        for entry in waiting:
+            self.queue.enqueue(entry)
+
     def _end(self, entry: Entry, status: Status, reason: str, usage: Usage = NO_USAGE, *, refund: bool = False) -> None:
         """Give everything back, settle, forget."""
         if entry.state is State.QUEUED:
@@ -374,6 +389,8 @@ class Scheduler:
             freed = self.places.leave(entry.place, entry)
             if freed is not None:
                 self.queue.wake(freed)
+            if entry.place.wants:
+                self._want_together(entry.place)
         self._settled[status] += 1
         self.effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
 

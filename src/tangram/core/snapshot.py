@@ -372,7 +372,7 @@ class Snapshot:
             if kind not in kinds or queue.closed_by(queue.of_kind(kind), entry, self.now) is not None:
                 return None
         best, best_score = None, -1.0
-        for node in kinds[needs[0][0]]:
+        for node in self.nodes_for_all(entry, needs) or kinds[needs[0][0]]:
             if states[node] is not NodeState.UP:
                 continue
             score = 1.0
@@ -388,6 +388,17 @@ class Snapshot:
                     best, best_score = node, score
         self._short = None  # where it fits on no node, no single pool is what it lacks
         return best
+
+    def nodes_for_all(self, entry: Entry, needs: list[Need]) -> list[str]:
+        """The nodes that could hold these needs and, one by one, all that waits for the same sandbox. Empty: there is
+        none, or it is alone; its own needs decide then."""
+        wants = entry.place.wants if entry.place is not None else ()
+        if not wants:
+            return []
+        ledger = self._ledger
+        together = [*needs, *[want for want in wants if "" not in ledger.kinds.get(want[0], ())]]
+        up = [node for node, state in ledger.nodes.items() if state is NodeState.UP]
+        return [node for node in up if ledger.node_could_hold(together, node)]
 
     def _lack(self, entry: Entry) -> Lack:
         """Why it fits nowhere."""
@@ -422,7 +433,7 @@ class Snapshot:
         if memory:
             needs = [*needs, (MEMORY, memory)]
         everywhere = [queue.of_kind(kind) for kind, _ in needs]
-        possible = [
+        possible = self.nodes_for_all(entry, needs) or [
             node
             for node, state in self._ledger.nodes.items()
             if state is NodeState.UP and self._ledger.node_could_hold(needs, node)
@@ -430,6 +441,8 @@ class Snapshot:
         pools = [queue.of_pool(kinds[kind][node]) for node in possible for kind, _ in needs]
         behind = self._behind(entry, [*everywhere, *pools])
         with_memory = [node for node in possible if not memory or kinds[MEMORY][node].free >= memory]
+        wants = entry.place.wants if entry.place is not None else ()
+        everywhere.extend(queue.of_kind(kind) for kind, _ in wants if queue.of_kind(kind) not in everywhere)
         if not with_memory:
             return Lack(everywhere, behind, [queue.of_kind(MEMORY)] if possible else ())
         target = entry.target
