@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 
 def test_a_story_runs_from_submission_to_settling(cli, recording: Path) -> None:
@@ -37,20 +41,11 @@ def test_replay_verifies_a_trace(cli, recording: Path) -> None:
 
 
 def test_replay_of_a_changed_trace_ends_with_1_and_shows_the_place(cli, recording: Path) -> None:
-    text = recording.read_text()
-    recording.write_text(
-        text.replace('"attempt":1', '"attempt":2', 1) if '"attempt":1' in text else _without_a_start(text)
-    )
+    recording.write_text(recording.read_text().replace('"attempt":1', '"attempt":2', 1))
     done = cli("trace", "replay", recording)
     assert done.code == 1
     assert done.out.startswith("different after ") and "recorded" in done.out and "replayed" in done.out
     assert cli("trace", "replay", recording, "--json").json["difference"]["at_seq"] > 0
-
-
-def _without_a_start(text: str) -> str:
-    lines = text.splitlines(keepends=True)
-    del lines[next(i for i, line in enumerate(lines) if '"type":"Start"' in line)]
-    return "".join(lines)
 
 
 def test_a_file_that_is_no_trace_is_refused(cli, tmp_path: Path) -> None:
@@ -60,3 +55,83 @@ def test_a_file_that_is_no_trace_is_refused(cli, tmp_path: Path) -> None:
         done = cli("trace", *words)
         assert done.code == 2 and "x.jsonl:1: expected a trace header" in done.err
     assert "No such file" in cli("trace", "show", tmp_path / "none").err
+
+
+# ---- hostile traces -------------------------------------------------------------------------------------------
+
+
+def changed(recording: Path, kind: str, change: Callable[[dict], object]) -> int:
+    """Change the first message of a kind; returns the number of its line."""
+    lines = recording.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if f'"type":"{kind}"' in line)
+    line = json.loads(lines[place])
+    change(line)
+    lines[place] = json.dumps(line)
+    recording.write_text("\n".join(lines) + "\n")
+    return place + 1
+
+
+HOSTILE = {
+    "negative time": ("Submit", lambda line: line.update(t=-5), " t: expected seconds from 0", "got -5.0"),
+    "time that goes back": ("Release", lambda line: line.update(t=0), " t: expected seconds from ", "got 0.0"),
+    "endless time": ("Submit", lambda line: line.update(t=1e300), " t: expected seconds from 0", "got 1e+300"),
+    "no time": ("Submit", lambda line: line.update(t=None), ": expected a trace line", "$.t"),
+    "a number twice": ("Submit", lambda line: line.update(seq=1), " seq: expected ", "without a gap, got 1"),
+    "another cause": ("Start", lambda line: line.update(cause=1), " cause: expected ", "got 1"),
+    "negative seconds": (
+        "Settle",
+        lambda line: line["message"]["outcome"].update(execution_s=-5),
+        " outcome execution_s: expected seconds from 0 to 1e+10",
+        "got -5.0",
+    ),
+    "a message of no kind": (
+        "Submit",
+        lambda line: line["message"].update(type="N" * 100_000),
+        ": expected a trace line",
+        "$.message.type",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_a_hostile_line_is_refused_with_its_number_field_and_value(cli, recording: Path, name: str) -> None:
+    kind, change, expected, got = HOSTILE[name]
+    number = changed(recording, kind, change)
+    for words in (("trace", "replay", recording), ("trace", "show", recording), ("sim", "--trace", recording)):
+        done = cli(*words)
+        assert (done.code, done.out) == (2, "")
+        assert f"{recording}:{number}{expected}" in done.err and got in done.err
+        assert done.err.count("\n") == 1 and len(done.err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("harm", "complaint"),
+    [
+        (lambda text: b"", "expected"),
+        (lambda text: text[:-30], "expected a trace line (Input data was truncated)"),
+        (lambda text: bytes(range(256)) * 20, "expected"),
+        (lambda text: text.split(b"\n")[0] + b"\n" + bytes(range(256)), ":2: expected a trace line"),
+        (lambda text: text.replace(b'"cpu"', b'"memory"', 1), "pools: expected every pool once, got 'memory@cpu-0'"),
+        (lambda text: text.replace(b'"total":4000', b'"total":"many"', 1), "expected a trace header"),
+    ],
+)
+def test_a_broken_file_is_one_clear_line_and_exit_code_2(
+    cli, recording: Path, harm: Callable[[bytes], bytes], complaint: str
+) -> None:
+    recording.write_bytes(harm(recording.read_bytes()))
+    for words in (("trace", "replay", recording), ("trace", "show", recording), ("sim", "--trace", recording)):
+        done = cli(*words)
+        assert (done.code, done.out) == (2, "")
+        assert str(recording) in done.err and "expected" in done.err and done.err.count("\n") == 1
+    assert complaint in cli("trace", "replay", recording).err
+
+
+def test_an_id_that_is_submitted_twice_makes_no_workload(cli, recording: Path) -> None:
+    first = changed(recording, "Submit", lambda line: None)
+    lines = recording.read_text().splitlines()
+    again = json.loads(lines[first - 1])
+    last = json.loads(lines[-1])
+    again.update(t=last["t"], seq=last["seq"] + 1, cause=last["seq"] + 1)
+    recording.write_text("\n".join([*lines, json.dumps(again)]) + "\n")
+    done = cli("sim", "--trace", recording)
+    assert done.code == 2 and f"seq {again['seq']}: expected an id that is submitted once" in done.err

@@ -216,7 +216,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         load(tmp_path / "nowhere.csv")
 
 
-@pytest.mark.parametrize("cell", ["", "fast", "-0.1", "nan", "inf"])
+@pytest.mark.parametrize("cell", ["", "fast", "-0.1", "nan", "inf", "1e300"])
 @pytest.mark.parametrize("column", ["seq", "think_s", "duration_s", "cpu_seconds", "cpu_cores_max", "mem_mb_max"])
 def test_a_number_that_is_none_is_named_with_its_line(coding, column, cell):
     lines = [line.split(",") for line in CODING.splitlines()]
@@ -226,7 +226,7 @@ def test_a_number_that_is_none_is_named_with_its_line(coding, column, cell):
         load(coding)
     assert refused.value.field == f"{coding}:3 {column}"
     assert refused.value.value == cell
-    assert "at least 0" in str(refused.value)
+    assert "expected a number from 0 to 1e+10" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,19 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
     path.write_bytes(b"day,arrival_s,model,exec_s\n\xff\xfe\x00,1,2,3\n")
     with pytest.raises(InvalidTrace, match="UTF-8"):
         load(path)
+
+
+def test_a_call_that_stands_in_the_file_twice_is_refused_with_both_places(coding):
+    lines = CODING.splitlines()
+    coding.write_text("\n".join([*lines, lines[2]]))
+    with pytest.raises(InvalidTrace, match=r"each number once in .*; see .*:3"):
+        load(coding)
+
+
+def test_a_column_that_is_named_twice_is_refused(requests):
+    requests.write_text("day,arrival_s,model,exec_s,day\n0,1.0,M1,2.0,1\n")
+    with pytest.raises(InvalidTrace, match="names the column 'day' once"):
+        load(requests)
 
 
 def test_draws_among_trajectories_are_even(coding):

@@ -18,6 +18,15 @@ EXIT_ERROR = 2
 """The same as for a misspelt option: the caller has to change something."""
 
 
+MESSAGE_MAX = 800
+"""Characters of an error: a value from a broken file may be as long as the file."""
+
+
+def _one_line(message: str) -> str:
+    words = " ".join(message.split())
+    return words if len(words) <= MESSAGE_MAX else f"{words[: MESSAGE_MAX - 200]} ... {words[-200:]}"
+
+
 class _Verbs(TyperGroup):
     """Turns errors into messages, for the command and for tests alike."""
 
@@ -28,7 +37,7 @@ class _Verbs(TyperGroup):
             typer.echo(f"tangram: this is a bug in Tangram, please report it: {error}", err=True)
             raise typer.Exit(EXIT_ERROR) from None
         except TangramError as error:
-            typer.echo(f"tangram: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"tangram: {_one_line(str(error))}", err=True)
             raise typer.Exit(EXIT_ERROR) from None
 
 

@@ -25,7 +25,7 @@ from tangram.core.demand import CPU, GPU, Demand, cores, learned, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
-from tangram.sim.record import is_recording, load_recording
+from tangram.sim.record import SECONDS_MAX, is_recording, load_recording
 from tangram.sim.workloads import elastic, options
 from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY, REWARD_CORES_MIN
 from tangram.sim.workloads.fit import SECONDS_MIN, stream
@@ -173,6 +173,8 @@ def _check_coding_options(
 def _read_calls(path: Path) -> dict[str, list[_Call]]:
     """The calls of each trajectory in their order, by trajectory."""
     calls_by_trajectory: dict[str, list[_Call]] = {}
+    seen: dict[tuple[str, float], str] = {}
+    """Where each call of a trajectory stands."""
     for line in _lines(path, CODING_COLUMNS):
         tool, category = line.name("tool"), line.name("category")
         call = _Call(
@@ -184,7 +186,11 @@ def _read_calls(path: Path) -> dict[str, list[_Call]]:
             cores_max=line.number("cpu_cores_max"),
             memory=line.number("mem_mb_max"),
         )
-        calls_by_trajectory.setdefault(line.name("trajectory"), []).append(call)
+        trajectory = line.name("trajectory")
+        if seen.setdefault((trajectory, call.seq), line.where) != line.where:
+            first = seen[trajectory, call.seq]
+            raise InvalidTrace(f"{line.where} seq", line.cells["seq"], f"each number once in {trajectory}; see {first}")
+        calls_by_trajectory.setdefault(trajectory, []).append(call)
     return {name: sorted(calls, key=lambda call: call.seq) for name, calls in calls_by_trajectory.items()}
 
 
@@ -363,8 +369,8 @@ class _Line:
             value = float(cell)
         except ValueError:
             value = math.nan
-        if not 0.0 <= value < math.inf:
-            raise InvalidTrace(f"{self.where} {column}", cell, "a finite number, at least 0")
+        if not 0.0 <= value <= SECONDS_MAX:
+            raise InvalidTrace(f"{self.where} {column}", cell, f"a number from 0 to {SECONDS_MAX:g}")
         return value
 
     def whole(self, column: str) -> int:
@@ -395,6 +401,9 @@ def _lines(path: Path, columns: tuple[str, ...]) -> Iterator[_Line]:
     """Every line below the header; at least one."""
     rows = _cells(path)
     _, header = next(rows)
+    twice = [column for column in columns if header.count(column) > 1]
+    if twice:
+        raise InvalidTrace(f"{path}:1", ",".join(header), f"a header that names the column {twice[0]!r} once")
     for column in columns:
         if column not in header:
             raise InvalidTrace(f"{path}:1", ",".join(header), f"a header with the column {column!r}")
@@ -423,5 +432,7 @@ def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield reader.line_num, cells
     except OSError as error:
         raise InvalidConfig("trace", str(path), f"a csv file that can be read ({error.strerror})") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise InvalidTrace(str(path), str(error), "csv text in UTF-8") from error
+    except csv.Error as error:
+        raise InvalidTrace(f"{path}:{reader.line_num}", str(error), "a line of csv text") from error
