@@ -44,12 +44,12 @@ REVIEWS_MAX = 16
 TIMEOUT_SHARE = 0.5
 """Past this share of its timeout an action reserves its full use again: sharing must not make it time out."""
 
-FUTURE_EXPONENT = 0.5
-"""heSRPT is optimal when nobody else comes. Half the speed-up exponent divides more evenly, which measured best over
-loads 0.3 to 0.9 for both mean and tail, because wide shares use units less efficiently and others do come."""
+FUTURE_EXPONENT = 0.35
+"""heSRPT is optimal when nobody else comes. A part of the speed-up exponent divides more evenly, which measured best
+over loads 0.3 to 0.9 for both mean and tail: wide shares use units less efficiently, and others do come."""
 WIDTH_HEADROOM = 8
 """An action is launched this many times wider than its first share, so that it can grow when others leave."""
-RESIZE_SHARE = 0.08
+RESIZE_SHARE = 0.04
 """A resize must change the limit by this share at least; smaller ones cost more than they bring."""
 RESIZES_MAX = 16
 """Resizes per round that make an action wider; each is a file write, and the next round does the rest."""

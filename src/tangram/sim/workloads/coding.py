@@ -44,7 +44,8 @@ LONG_LIMIT_SHARE = 0.25
 CALLS = lognormal(38.0, 0.54)
 CALLS_SIGMA_ITEM = 0.4
 """Part of that spread that siblings share: how hard the item is."""
-CALLS_MIN, CALLS_MAX = 3, 200
+CALLS_MIN, CALLS_MAX = 3, 150
+"""The most is a limit of turns, as every rollout has one: above all measured p95, and rarely reached."""
 
 THINK = lognormal(3.1, 0.8)
 
