@@ -28,7 +28,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_help_of_every_verb_has_examples(cli) -> None:
     top = cli("--help")
-    assert top.code == 0
+    assert top.code == 0 and "tangram sim" in top.out
     for verb in ("sim", "plan", "bench", "trace"):
         assert verb in top.out
     for words in (["sim"], ["plan"], ["bench"], ["trace", "story"], ["trace", "show"], ["trace", "replay"]):
@@ -98,19 +98,20 @@ def wait_until(condition, seconds: float = 120.0) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.parametrize("words", [["sim"], ["plan"]])
-def test_ctrl_c_ends_all_processes_and_exits_with_130(words: list[str], tmp_path: Path) -> None:
-    more = ["--record", str(tmp_path / "run.jsonl")] if words == ["sim"] else []
+@pytest.mark.parametrize(("verb", "workers"), [("sim", 1), ("sim", 2), ("plan", 2)])
+def test_ctrl_c_ends_all_processes_and_exits_with_130(verb: str, workers: int, tmp_path: Path) -> None:
+    more = ["--report", str(tmp_path / "report.html")]
+    more += ["--record", str(tmp_path / "run.jsonl")] if verb == "sim" else []
     process = subprocess.Popen(
-        [COMMAND, *words, "coding", "--batch", "3000", "--seeds", "4", "--workers", "2", *more],
+        [COMMAND, verb, "coding", "--batch", "3000", "--seeds", "4", "--workers", str(workers), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        # The command, two workers, and the tracker that Python starts beside them.
-        wait_until(lambda: len(alive(process.pid)) >= 4)
+        # The command, two workers, and the tracker that Python starts beside them; alone, it records by itself.
+        wait_until(lambda: len(alive(process.pid)) >= 4 if workers > 1 else any(tmp_path.iterdir()))
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=120)
         assert (process.returncode, out, err) == (130, "", "")
@@ -119,6 +120,38 @@ def test_ctrl_c_ends_all_processes_and_exits_with_130(words: list[str], tmp_path
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+# ---- streams --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--help"], ["sim"], ["sim", "--json"], ["bench"]])
+def test_a_reader_that_stops_early_sees_no_traceback(words: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    more = ["--batch", "3", "--seeds", "1", "--workers", "1", "--report", str(report)] if words[0] == "sim" else []
+    process = subprocess.Popen([COMMAND, *words, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as stderr:
+        assert stderr.read() == ""
+    process.wait(timeout=60)
+    assert report.exists() == (words[0] == "sim"), "the report is written before the table"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_2() -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [COMMAND, "sim", "--batch", "3", "--seeds", "1", "--workers", "1"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tangram: ") and done.stderr.count("\n") == 1
+
+
+def test_warnings_go_to_stderr_beside_json() -> None:
+    words = ("--batch", 4, "--cores", 4, "--seeds", 1, "--faults", 8, "--policies", "fcfs", "--workers", 1)
+    done = run("sim", *words, "--json")
+    assert done.returncode == 0 and done.stderr.startswith("warning: ")
+    assert json.loads(done.stdout)["comparisons"][0]["policies"]["fcfs"]["mean"]["failed"] > 0
 
 
 # ---- terminals ------------------------------------------------------------------------------------------------

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tangram.errors import InvalidConfig
+from tangram.sim import compare as comparing
+from tangram.sim import report as reporting
+
 SMALL = ("--batch", 6, "--seeds", 2, "--workers", 1)
 
 
@@ -80,6 +84,27 @@ def test_a_report_and_a_recording_are_written_and_announced(cli, tmp_path: Path)
     assert "recorded adaptive under seed 0" in done.out
     assert report.read_text().startswith("<!doctype html>")
     assert '"policy":"adaptive"' in record.read_text().splitlines()[0]
+
+
+def test_a_report_that_fails_in_the_end_does_not_cost_the_table(cli, tmp_path, monkeypatch) -> None:
+    def broken(*_: object) -> None:
+        raise InvalidConfig("report", "report.html", "a file that can be written (No space left on device)")
+
+    monkeypatch.setattr(reporting, "write_comparison", broken)
+    done = cli("sim", *SMALL, "--policies", "fcfs", "--report", tmp_path / "report.html")
+    assert done.code == 2 and "No space left" in done.err
+    assert "mean ACT" in done.out
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(cli, tmp_path, monkeypatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(comparing, "compare", never)
+    (tmp_path / "file").touch()
+    for option in ("--report", "--record"):
+        done = cli("sim", *SMALL, option, tmp_path / "file" / "deep" / "out")
+        assert done.code == 2 and "expected a file that can be written (Not a directory)" in done.err
 
 
 def test_a_recording_is_played_again_on_the_pools_that_it_was_recorded_with(cli, recording: Path) -> None:

@@ -6,6 +6,7 @@ Owns the app and what holds for every verb: an error of ours is one line on stde
 
 from __future__ import annotations
 
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +39,11 @@ class _Verbs(TyperGroup):
             raise typer.Exit(EXIT_ERROR) from None
         except TangramError as error:
             typer.echo(f"tangram: {_one_line(str(error))}", err=True)
+            raise typer.Exit(EXIT_ERROR) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # Typer ends quietly: whoever read the output wants no more of it.
+            typer.echo(f"tangram: {error}", err=True)
             raise typer.Exit(EXIT_ERROR) from None
 
 

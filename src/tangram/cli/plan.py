@@ -106,13 +106,17 @@ def plan(
     with show.progress(f"sizing {question.resource} for {work.source.name}") as progress:
         answer = planning.plan(question, workers=options.workers_of(workers), progress=progress)
     reproduce = _command(question, answer)
-    if as_json:
-        show.as_json(_plain(answer, reproduce))
-    else:
-        _print(answer)
-    if report is not None:
-        write_plan(report, answer, reproduce)
-        show.where_to_look(report, as_json)
+    try:
+        if report is not None:
+            write_plan(report, answer, reproduce)
+    finally:
+        # Whatever becomes of the report, the answer is told.
+        if as_json:
+            show.as_json(_plain(answer, reproduce))
+        else:
+            _print(answer)
+    if report is not None and not as_json:
+        show.where_to_look(report)
 
 
 def _like(text: str | None) -> tuple[str, int]:

@@ -77,9 +77,8 @@ def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, 
         yield tell
 
 
-def where_to_look(report: Path, as_json: bool) -> None:
-    if not as_json:
-        typer.echo(f"report: {report.resolve()}\nopen it in a browser, for example with: xdg-open {report}")
+def where_to_look(report: Path) -> None:
+    typer.echo(f"report: {report.resolve()}\nopen it in a browser, for example with: xdg-open {report}")
 
 
 def seeds(numbers: tuple[int, ...]) -> str:

@@ -123,18 +123,19 @@ def sim(
     with show.progress(f"simulating {work.source.name}") as progress:
         comparisons = compare(setups, workers=processes, keep=report is not None, record_to=record, progress=progress)
     reproduce = _command(setups)
-    if as_json:
-        show.as_json(_plain(comparisons, reproduce))
-        for comparison in comparisons:
-            if warning := comparison.warning():
-                typer.echo(f"warning: {warning}", err=True)
-    else:
-        _print(comparisons)
-        if record is not None:
-            typer.echo(f"recorded {chosen[-1]} under seed {work.seeds[0]} in {record}")
-    if report is not None:
-        write_comparison(report, comparisons, reproduce)
-        show.where_to_look(report, as_json)
+    try:
+        if report is not None:
+            write_comparison(report, comparisons, reproduce)
+    finally:
+        # Whatever becomes of the report, the numbers are told.
+        if as_json:
+            _print_json(comparisons, reproduce)
+        else:
+            _print(comparisons)
+    if record is not None and not as_json:
+        typer.echo(f"recorded {chosen[-1]} under seed {work.seeds[0]} in {record}")
+    if report is not None and not as_json:
+        show.where_to_look(report)
 
 
 def _usual_policies(first: Workload) -> tuple[str, ...]:
@@ -238,11 +239,15 @@ def _legend(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _plain(comparisons: list[Comparison], reproduce: str) -> dict[str, Any]:
-    return {"label": "simulated", "command": reproduce, "comparisons": [_plain_one(each) for each in comparisons]}
+def _print_json(comparisons: list[Comparison], reproduce: str) -> None:
+    plain = [_plain(comparison) for comparison in comparisons]
+    show.as_json({"label": "simulated", "command": reproduce, "comparisons": plain})
+    for comparison in comparisons:
+        if warning := comparison.warning():
+            typer.echo(f"warning: {warning}", err=True)
 
 
-def _plain_one(comparison: Comparison) -> dict[str, Any]:
+def _plain(comparison: Comparison) -> dict[str, Any]:
     from tangram.sim.compare import METRICS
 
     setup = comparison.setup
