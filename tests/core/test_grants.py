@@ -103,6 +103,33 @@ def test_an_action_goes_where_its_service_is_loaded(cluster: Make, policy: str) 
     assert cells(c, "c") == (0, 1)
 
 
+@pytest.mark.parametrize(("policy", "first"), [("fcfs", "other"), ("adaptive", "same")])
+def test_a_loaded_service_goes_on_while_others_wait_unless_order_counts(
+    cluster: Make, policy: str, first: str
+) -> None:
+    c = cluster(Pool(kind="gpu", node="g0", total=1), policy=policy)
+    c.submit("a", {"gpu": fixed(1)}, service="judge")
+    c.send(Resident(service="judge", node="g0", devices=(0,)))
+    c.submit("other", {"gpu": fixed(1)}, service="teacher", duration_s=0.1)
+    c.submit("same", {"gpu": fixed(1)}, service="judge", duration_s=9.0)
+    c.run("a")
+    assert c.starts() == [first]
+
+
+def test_a_call_of_another_service_waits_no_longer_than_ageing_for_the_loaded_one(cluster: Make) -> None:
+    c = cluster(Pool(kind="gpu", node="g0", total=1), policy="adaptive", ageing_s=10.0)
+    c.submit("a0", {"gpu": fixed(1)}, service="judge")
+    c.send(Resident(service="judge", node="g0", devices=(0,)))
+    c.submit("other", {"gpu": fixed(1)}, service="teacher")
+    for number in range(1, 20):
+        c.submit(f"a{number}", {"gpu": fixed(1)}, service="judge")
+        c.now += 1.0
+        c.run(f"a{number - 1}")
+        if c.starts() == ["other"]:
+            break
+    assert number == 10
+
+
 def test_the_copy_used_last_is_preferred(cluster: Make) -> None:
     c = cluster(GPU)
     c.send(Resident(service="judge", node="g0", devices=(2, 3)))

@@ -5,6 +5,8 @@ Owns that map. Never loads or evicts anything: managers do, and tell by Resident
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 RESTORE_PRIOR_S = 1.0
 """Seconds to load a service before any was seen: between a warm copy in host memory (0.2) and a cold disk (22)."""
 RESTORE_RATE = 0.2
@@ -43,6 +45,10 @@ class Residents:
             places = self._by_service[service]
             for place in [place for place in places if place[0] == node]:
                 self.remove(service, *place)
+
+    def places(self, service: str) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """Nodes and devices, most recently used last."""
+        return self._by_service.get(service, {})
 
     def devices(self, service: str, node: str) -> list[tuple[int, ...]]:
         """The device sets of one node, most recently used first."""

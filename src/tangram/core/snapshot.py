@@ -205,6 +205,17 @@ class Snapshot:
                 best = devices
         return best
 
+    def is_loaded(self, entry: Entry) -> bool:
+        """Is the action's service loaded on free devices that it could run on?"""
+        pools, amounts = self._ledger.kinds.get(GPU, {}), entry.action.demand.pools.get(GPU)
+        if amounts is None:
+            return False
+        return any(
+            entry.node in ("", node) and amounts.admits(len(devices)) and pools[node].devices_free(devices)
+            for node, devices in self._residents.places(entry.action.service)
+            if node in pools
+        )
+
     def resident_degrees(self, entry: Entry, node: str) -> list[int]:
         """The degrees at which the action's service is loaded on free devices of the node."""
         pool = self._ledger.kinds[GPU][node]
@@ -280,6 +291,8 @@ class Snapshot:
             first = lane.heap[0]
             if first[3].lane is not lane:
                 first = lane.first()
+            if lane.service and not strict and self.is_loaded(first[3]):
+                first = (first[0], -math.inf, first[2], first[3])
             if best is None or first < best:
                 best = first
         assert best is not None

@@ -72,7 +72,8 @@ class SchedulingPolicy(Protocol):
     name: str
     strict: bool
     """True: an action that cannot start closes the pools that it lacks to everybody behind it in the order.
-    False: only an aged one does, and others may go ahead."""
+    False: only an aged one does, and others may go ahead; of a run's calls those whose service is loaded on free
+    devices go first."""
 
     def order(self, entry: Entry, snapshot: Snapshot) -> float:
         """The place of a new action within its run and priority: smaller goes first, ties by arrival."""
