@@ -101,7 +101,7 @@ def wait_until(condition, seconds: float = 120.0) -> None:
 @pytest.mark.parametrize(("verb", "workers"), [("sim", 1), ("sim", 2), ("plan", 2)])
 def test_ctrl_c_ends_all_processes_and_exits_with_130(verb: str, workers: int, tmp_path: Path) -> None:
     more = ["--report", str(tmp_path / "report.html")]
-    more += ["--record", str(tmp_path / "run.jsonl")] if verb == "sim" else []
+    more += ["--policies", "adaptive", "--record", str(tmp_path / "run.jsonl")] if verb == "sim" else []
     process = subprocess.Popen(
         [COMMAND, verb, "coding", "--batch", "3000", "--seeds", "4", "--workers", str(workers), *more],
         stdout=subprocess.PIPE,
