@@ -38,7 +38,7 @@ for workload, name in module.CASES:
 
 
 def recorded(workload_name: str, name: str, seed: int) -> bytes:
-    """The whole trace of one simulation with faults, except for the baseline, which recovers from none."""
+    """The whole trace of one simulation with faults."""
     workload = build(workload_name, batch=4, seed=seed)
     pools = Size(cores=8, nodes=2, devices=24).pools(workload)
     recorder = Recorder()
@@ -47,8 +47,7 @@ def recorded(workload_name: str, name: str, seed: int) -> bytes:
     def observe(now: float, event: Event, effects: list[Effect]) -> None:
         trace.extend(recorder.lines(now, event, effects))
 
-    faults = () if name.startswith("pods") else draw(seed, until_s=200.0)
-    simulate(workload, name, pools, faults=faults, observer=observe)
+    simulate(workload, name, pools, faults=draw(seed, until_s=200.0), observer=observe)
     return bytes(trace)
 
 

@@ -115,6 +115,15 @@ class PodsConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("pods request", self.request, f"cores above 0, at most the limit of {self.limit}")
 
 
+def pods_config(name: str) -> PodsConfig:
+    """Of `pods:R`, which requests R cores for each pod."""
+    try:
+        request = float(name.partition(":")[2])
+    except ValueError:
+        raise InvalidConfig("policy", name, "pods:R with R cores, such as pods:0.5") from None
+    return PodsConfig(request=request)
+
+
 class Baseline:
     """All three side by side; an action goes to the one that its demand names."""
 

@@ -20,7 +20,7 @@ from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Limits
 from tangram.errors import InvalidConfig
 from tangram.sim import faults, record, traces
-from tangram.sim.baselines import PodsConfig
+from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
 from tangram.sim.parallel import Progress, Workers
 from tangram.sim.result import Result
@@ -102,21 +102,12 @@ def check_policy(name: str) -> None:
     """Raises InvalidConfig with the nearest valid name."""
     family, _, option = name.partition(":")
     if family == "pods" and option:
-        pods_request(name)
+        pods_config(name)
     elif name != "alone":
         known = [*POLICIES, *BASELINES]
         if family not in {other.partition(":")[0] for other in known if other not in BASELINES}:
             options.known("policy", name, known)
         policy(name)
-
-
-def pods_request(name: str) -> float:
-    """The cores that `pods:R` requests for each pod."""
-    try:
-        request = float(name.partition(":")[2])
-    except ValueError:
-        raise InvalidConfig("policy", name, "pods:R with R cores, such as pods:0.5") from None
-    return PodsConfig(request=request).request
 
 
 # ---- one simulation -------------------------------------------------------------------------------------------
@@ -150,6 +141,8 @@ def play(task: Task, progress: Progress) -> Played:
     workload = workload_of(setup.source, task.seed)
     pools = setup.size.pools(workload)
     limits = Limits() if setup.ageing_s is None else Limits(ageing_s=setup.ageing_s)
+    if name.startswith("pods") and not pods_can_run(workload):
+        raise InvalidConfig("policy", name, f"no pods: {workload.name} has CPU actions without a sandbox")
     until_s = span(workload)
     with record.recording(task.record, policy=name, pools=pools, limits=limits, note=_note(task)) as observer:
         result = simulate(
@@ -159,7 +152,6 @@ def play(task: Task, progress: Progress) -> Played:
             knowledge=setup.knowledge,
             limits=limits,
             faults=faults.draw(task.seed, until_s=until_s, count=setup.faults) if setup.faults else (),
-            pods=_pods(name, workload),
             observer=observer,
             progress=progress,
         )
@@ -185,14 +177,6 @@ def _device_use(result: Result, pools: tuple[Pool, ...]) -> dict[str, float]:
 def workload_of(source: Source, seed: int) -> Workload:
     """The work under a seed. The last one is kept, because the policies of a seed come one after the other."""
     return source.build(seed)
-
-
-def _pods(name: str, workload: Workload) -> PodsConfig | None:
-    if not name.startswith("pods"):
-        return None
-    if not pods_can_run(workload):
-        raise InvalidConfig("policy", name, f"no pods: {workload.name} has CPU actions without a sandbox")
-    return PodsConfig(request=pods_request(name))
 
 
 def _note(task: Task) -> str:

@@ -10,7 +10,7 @@ from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Limits, Scheduler
 from tangram.errors import InvalidConfig
-from tangram.sim.baselines import Baseline, PodsConfig
+from tangram.sim.baselines import Baseline, PodsConfig, pods_config
 from tangram.sim.engine import Engine, Orchestrator
 from tangram.sim.episode import Workload
 from tangram.sim.faults import Fault, inject
@@ -74,22 +74,14 @@ def _orchestrator(
     limits: Limits | None,
     pods: PodsConfig | None,
 ) -> Orchestrator:
-    family, _, option = name.partition(":")
+    family = name.partition(":")[0]
     if family == "pods":
-        config = pods or PodsConfig(request=_request(option))
-        return Baseline(pools, workload.services, config)
+        return Baseline(pools, workload.services, pods or pods_config(name))
     if name == "alone":
         return Scheduler(policy("adaptive"), pools, limits=limits)
     if family not in {known.partition(":")[0] for known in POLICIES}:
         raise InvalidConfig("policy", name, f"one of {', '.join([*POLICIES, *BASELINES])}")
     return Scheduler(policy(name), pools, limits=limits)
-
-
-def _request(option: str) -> float:
-    try:
-        return float(option or 0.5)
-    except ValueError:
-        raise InvalidConfig("policy", f"pods:{option}", "pods:R with R cores, such as pods:0.5") from None
 
 
 def _endless(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
