@@ -19,6 +19,7 @@ from tangram.core.messages import (
     NodeState,
     Pool,
     PoolChanged,
+    Release,
     Reserve,
     RunChanged,
     Settle,
@@ -362,9 +363,9 @@ def test_of_two_that_wait_behind_each_other_the_one_whose_turn_it_is_now_starts(
     assert c.starts() == [], "neither run was ever served: y came first, and keeps the calls until it has both"
     assert c.explain("one").startswith("one waits behind both, which goes first")
     c.submit("more", {"other": fixed(4)}, run="y")
-    assert c.starts() == ["more"]
+    assert c.starts() == ["more", "one"], "y has more now, so it is x's turn"
     c.run("searches")
-    assert c.starts() == ["one"], "y has more now, so it is x's turn, though only y was woken"
+    assert c.starts() == []
     c.run("one")
     assert c.starts() == ["both"]
 
@@ -381,6 +382,75 @@ def test_check_finds_a_lane_that_nobody_will_wake(cluster: Make) -> None:
     lane.blocked_on = ()
     with pytest.raises(InvariantError, match="neither open nor set aside"):
         c.scheduler.check()
+
+
+def test_check_finds_an_idle_pool_that_is_withheld(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("all", FOUR)
+    c.submit("a", ONE)
+    c.started("all")
+    c.scheduler.queue.wake = lambda pool, **_: None
+    with pytest.raises(
+        InvariantError, match="a waits though cpu@n0 could hold it, idle and closed by nobody"
+    ) as caught:
+        c.finished("all")
+    assert caught.value.story
+
+
+# ---- an idle pool is never withheld ------------------------------------------------------------------------------
+
+
+def test_an_idle_smaller_node_is_offered_when_the_policy_does_not_want_the_other(cluster: Make) -> None:
+    """fixed:2 waits for two cores on the node that has most left; on the small node there never are two."""
+    c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 0.5), policy="fixed:2")
+    c.submit("most", THREE)
+    c.submit("a", {"cpu": cores(0.5, 4)})
+    assert (c.start("a").grant.node, c.start("a").grant.shares[0].reserved) == ("n1", 500)
+
+
+def test_who_was_passed_over_on_one_node_is_tried_again_when_another_becomes_idle(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 0.5), policy="fixed:2")
+    c.submit("most", THREE)
+    c.submit("small", {"cpu": fixed(400)})
+    assert c.start("small").grant.node == "n1"
+    c.submit("a", {"cpu": cores(0.5, 4)})
+    assert c.starts() == []
+    c.run("small")
+    assert c.start("a").grant.node == "n1"
+
+
+def test_who_was_passed_over_on_one_node_is_tried_again_when_an_idle_one_has_the_memory(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4, 1.0), *cpu_node("n1", 0.5, 0.5), policy="fixed:2")
+    c.submit("most", THREE)
+    c.send(Reserve(sandbox="old", memory=400, node="n1"))
+    c.send(Reserve(sandbox="new", memory=400))
+    c.submit("a", {"cpu": cores(0.5, 4)}, sandbox="new")
+    assert c.starts() == []
+    c.send(Release(sandbox="old"))
+    assert c.start("a").grant.node == "n1"
+
+
+def test_a_pool_that_shrank_gives_all_it_has_to_what_is_learned(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive")
+    c.submit("all", FOUR)
+    c.submit("a", {"cpu": learned()})
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=500)))
+    c.run("all")
+    assert c.start("a").grant.shares[0].reserved == 500
+
+
+def test_who_comes_back_to_a_lane_waits_there_once(cluster: Make) -> None:
+    """A sibling with other wants comes and goes."""
+    c = cluster(*NODE, *cpu_node("n1", 1))
+    c.submit("all", FOUR)
+    c.submit("tiny", ONE)
+    c.send(Reserve(sandbox="b", memory=0))
+    c.submit("a", ONE, sandbox="b")
+    for _ in range(3):
+        c.submit("wide", FOUR, sandbox="b", priority=-1)
+        c.cancel("wide")
+    c.run("all")
+    assert c.starts() == ["a"]
 
 
 # ---- lanes ------------------------------------------------------------------------------------------------------

@@ -34,6 +34,15 @@ class Plans:
         """Candidates of the present plan whose minimum is kept aside."""
 
     def carry_out(self) -> None:
+        """A round; and another, if what it started put somebody first for whom an idle pool was not kept."""
+        self._round()
+        while self._queue.kept and self._snapshot.open_kept():
+            waiting = self._queue.waiting
+            self._round()
+            if self._queue.waiting == waiting:
+                break
+
+    def _round(self) -> None:
         """Ask the policy, and write each decision before asking for the next. A policy that stopped while it still
         started actions is asked again; what it does not look at counts as passed over."""
         active = self._queue.active

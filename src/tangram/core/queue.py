@@ -218,9 +218,9 @@ class Lane:
         self.waiting -= 1
         slots_max = 2 * self.waiting + STALE_SPARE
         if len(self.heap) > slots_max or len(self.fifo) > slots_max:
-            self._compact()
+            self.compact()
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Clear all slots of those that have left."""
         for item in self.heap:
             if item[3].lane is not self and item[3].heap_lane is self:
@@ -318,6 +318,9 @@ class Queue:
         """How many times a pool or kind is closed by somebody."""
         self.changed: dict[str, PoolState] = {}
         """CPU pools whose free units or elastic actions changed since the last round."""
+        self.kept: dict[int, Lane] = {}
+        """Lanes set aside behind others, for whom pools are kept that nobody uses. The order changes with time and
+        shares and wakes nobody, so these are looked at after every event."""
         self._of_pool: dict[str, Waiters] = {}
         self._of_kind: dict[str, Waiters] = {}
 
@@ -439,7 +442,7 @@ class Queue:
     def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
         """Something changed in a pool: the lanes that lacked it are open again, as far as its free units could be
         enough for them. `all_lanes`: the pool itself is another, and who waits for it may want to wait elsewhere."""
-        if pool.kind == CPU and not pool.gone and (self.elastic_waiting or pool.has_moved()):
+        if pool.kind == CPU and not pool.gone and (all_lanes or self.elastic_waiting or pool.has_moved()):
             self.changed[pool.name] = pool
         # What lacks a quota says anew how long, so that it is looked at again in time.
         # Nor is an idle pool ever withheld, whatever was needed when it was larger.
@@ -469,11 +472,17 @@ class Queue:
                 self._unblock(lane)
                 self._open(lane)
 
+    def open_again(self, lane: Lane) -> None:
+        self._unblock(lane)
+        self._open(lane)
+
     def _unblock(self, lane: Lane) -> None:
         for waiters in lane.blocked_on:
             waiters.lanes.pop(id(lane), None)
         lane.blocked_on = ()
-        lane.behind = False
+        if lane.behind:
+            lane.behind = False
+            self.kept.pop(id(lane), None)
 
     def _open(self, lane: Lane) -> None:
         if lane.waiting:

@@ -180,7 +180,8 @@ class Scheduler:
         self.effects = effects
         self._events.append((now, event, effects))
         handler(event)
-        if self.queue.active or self.queue.changed or (self.reviews and self.reviews[0][0] <= now):
+        queue = self.queue
+        if queue.active or queue.changed or queue.kept or (self.reviews and self.reviews[0][0] <= now):
             self._plans.carry_out()
         wake_at = self._timers.announce()
         if wake_at is not None:
@@ -369,7 +370,10 @@ class Scheduler:
             return
         waiting = [entry for entry in place.actions.values() if entry.lane is not None]
         for entry in waiting:
+            lane = entry.lane
             self.queue.dequeue(entry)
+            if lane is not None:
+                lane.compact()  # it may come back there, and must not find its old slot
         place.wants = wants
         for entry in waiting:
             self.queue.enqueue(entry)
@@ -592,6 +596,10 @@ class Scheduler:
             raise self.bug(f"{entry.id} is {state.value} and in lane {entry.lane}", entry)
         if (entry.stop is not None) != (state is State.STOPPING):
             raise self.bug(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry)
+        if entry.lane is not None and entry is self.snapshot.head_of(entry.lane):
+            idle = ", ".join(pool.name for pool in self.snapshot.withheld(entry))
+            if idle:
+                raise self.bug(f"{entry.id} waits though {idle} could hold it, idle and closed by nobody ahead", entry)
 
     def expect(self, entry: Entry, state: State, why: str) -> None:
         if entry.state is not state:

@@ -253,6 +253,9 @@ class Snapshot:
             node = self.fit(entry)
             if node is not None:
                 yield Candidate(entry, node, aged)
+                if entry.lane is lane and not entry.node and (idle := self.withheld(entry)):
+                    # Where most is left it is not wanted; but a smaller node may be idle.
+                    yield Candidate(entry, idle[0].node, aged)
                 if entry.lane is not lane:
                     continue
             elif self._short is not None and not aged and not strict:
@@ -278,8 +281,9 @@ class Snapshot:
         return best
 
     def _head(self, run: Run) -> tuple[Lane, Entry, bool]:
-        """The run's first action: its oldest aged one, else the first in the policy's order."""
-        aged_since = self.now - self._queue.ageing_s
+        """The run's first action: its oldest aged one, else the first in the policy's order, where calls of services
+        that are loaded on free devices go first unless order counts: every change of service costs a restore."""
+        aged_since, strict = self.now - self._queue.ageing_s, self._scheduler.policy.strict
         best: tuple[int, float, int, Entry] | None = None
         aged: Entry | None = None
         for lane in run.open.values():
@@ -302,9 +306,7 @@ class Snapshot:
 
     def pass_over(self, lane: Lane) -> None:
         """The policy left an open lane waiting."""
-        entry = lane.oldest()
-        if not self._queue.is_aged(entry, self.now):
-            entry = lane.first()[3]
+        entry = self.head_of(lane)
         self._leave_waiting(lane, entry, self.fit(entry))
 
     def _leave_waiting(self, lane: Lane, entry: Entry, node: str | None) -> None:
@@ -315,6 +317,8 @@ class Snapshot:
         if in_order and self._ledger.could_hold(entry.needs, entry.node, entry.memory):
             self._queue.close(entry, lack, self.now)
         self._queue.set_aside(lane, lack, self.now)
+        if lack.behind and next(self._idle(entry), None) is not None:
+            self._queue.kept[id(lane)] = lane
 
     def _passed_over(self, entry: Entry, node: str) -> Lack:
         """Where an action that the policy left waiting is tried again. An idle pool is never withheld."""
@@ -328,6 +332,10 @@ class Snapshot:
                 f"policy {self._scheduler.policy.name} passed over {entry.id} though nobody uses {names}",
                 self._scheduler.story(entry.id),
             )
+        if node and not entry.node:
+            # Another node may become idle, or have the memory for its sandbox.
+            kinds = [pool.kind for pool in pools if pool.node] + [MEMORY] * bool(entry.memory)
+            waiters.extend(self._queue.of_kind(kind) for kind in kinds)
         wanted = [pool for pool in pools if entry.elastic in ("", pool.kind)]
         if entry.node or not node:
             return Lack(waiters, (), [self._queue.of_pool(pool) for pool in wanted])
@@ -469,3 +477,57 @@ class Snapshot:
             if not pool.fits(self.reserve(entry, pool) if units == LEARNED else units)
         ]
         return Lack(everywhere, behind, short, target, [queue.of_pool(pool) for pool in there])
+
+    # ---- an idle pool is never withheld ----
+
+    def open_kept(self) -> bool:
+        """Open the lanes that were set aside behind others, whose turn it is not any more, at idle pools."""
+        kept = self._queue.kept
+        opened = False
+        for key, lane in list(kept.items()):
+            entry = self.head_of(lane)
+            if self.withheld(entry):
+                self._queue.open_again(lane)
+                opened = True
+            elif next(self._idle(entry), None) is None:
+                del kept[key]
+        return opened
+
+    def head_of(self, lane: Lane) -> Entry:
+        """Whoever goes first of a lane in which somebody waits."""
+        oldest = lane.oldest()
+        return oldest if self._queue.is_aged(oldest, self.now) else lane.first()[3]
+
+    def withheld(self, entry: Entry) -> list[PoolState]:
+        """Idle pools on which a waiting action could start and that nobody ahead of it has closed. None after an event,
+        for whoever is first in its lane. Changes nothing."""
+        queue, now = self._queue, self.now
+        for pools in self._idle(entry):
+            waiters = [queue.of_pool(pool) for pool in pools]
+            if not entry.node:
+                waiters.extend(queue.of_kind(pool.kind) for pool in pools if pool.node)
+            if all(queue.closed_by(some, entry, now) is None for some in waiters):
+                return pools
+        return []
+
+    def _idle(self, entry: Entry) -> Iterator[list[PoolState]]:
+        """Per node, the pools that could hold the action and of which nobody has anything, so that it fits; the memory
+        for its sandbox, last, need only be enough."""
+        kinds = self._ledger.kinds
+        on_node = [need for need in entry.needs if "" not in kinds[need[0]]]
+        nodes = [entry.node]
+        if on_node and not entry.node:
+            if entry.memory:
+                on_node.append((MEMORY, entry.memory))
+            up = [node for node, state in self._ledger.nodes.items() if state is NodeState.UP]
+            nodes = self.nodes_for_all(entry, on_node) or up
+        for node in nodes:
+            if self._ledger.node_could_hold(on_node, node):
+                pools = [self.pool(kind, node) for kind, _ in entry.needs]
+                if any(pool.held or pool.spent for pool in pools):
+                    continue
+                if not all(pool.could_fit(units) for pool, (_, units) in zip(pools, entry.needs, strict=True)):
+                    continue
+                memory = [self.pool(MEMORY, node)] if entry.memory and on_node else []
+                if all(pool.fits(entry.memory) for pool in memory):
+                    yield pools + memory
