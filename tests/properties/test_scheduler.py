@@ -5,6 +5,7 @@ brings them back, changes pools, and lets time pass. It keeps books of its own, 
 
 - no pool ever gives out more than it has, no device and no exclusive core belongs to two;
 - what starts was accepted, waits, and gets an amount that its demand admits, on the node of its sandbox;
+- a sandbox goes to a node that could hold all that waits for it, if there is one;
 - everything accepted settles exactly once, and once all nodes and pools are back everything does settle;
 - a rigid action that is alone in wanting one pool is never kept from it while it has room;
 - waits are bounded. Let a be `ageing_s` and h the longest that an action holds units. An action that was submitted at t
@@ -68,15 +69,19 @@ POOLS = (
     Pool(kind=MEMORY, node="n0", total=4096),
     Pool(kind=CPU, node="n1", total=4000, numa=(2000, 2000)),
     Pool(kind=MEMORY, node="n1", total=2048),
+    Pool(kind=GPU, node="n1", total=5),
     Pool(kind=CPU, node="n2", total=2000),
     Pool(kind=MEMORY, node="n2", total=1024),
     Pool(kind=GPU, node="g0", total=8),
+    Pool(kind=CPU, node="g0", total=2000),
+    Pool(kind=MEMORY, node="g0", total=1024),
     Pool(kind="api", total=3),
     Pool(kind="tokens", total=20, window=Window(seconds=10.0)),
     Pool(kind="calls", total=5, window=Window(seconds=10.0, bucket=True)),
 )
 POOL_BY_NAME = {pool.name: pool for pool in POOLS}
 NODES = ("n0", "n1", "n2", "g0")
+"""With devices are n1 and g0 only."""
 LIMITS = Limits(ageing_s=20.0, stranded_s=40.0, queue_max=40, run_queue_max=30, sandboxes_max=12)
 SERVICES = ("judge", "teacher")
 
@@ -94,6 +99,10 @@ DEMANDS: st.SearchStrategy[dict[str, Amounts]] = st.one_of(
     st.fixed_dictionaries({CPU: either(cores(1), cores(1, 3)), "tokens": either(fixed(3))}),
     st.fixed_dictionaries({GPU: either(fixed(1), fixed(2), fixed(3), one_of(1, 2, 4), one_of(2, 8), between(1, 8))}),
     st.fixed_dictionaries({GPU: either(fixed(1), one_of(1, 2)), "api": either(fixed(1))}),
+    st.fixed_dictionaries(
+        {CPU: either(learned(), cores(1), cores(2)), GPU: either(fixed(1), fixed(3), one_of(1, 2, 4))}
+    ),
+    st.fixed_dictionaries({GPU: either(fixed(1), fixed(4)), CPU: either(cores(0.5), cores(1, 4))}),
     st.fixed_dictionaries({"api": either(fixed(1), fixed(2), fixed(3))}),
     st.fixed_dictionaries({"tokens": either(fixed(1), fixed(7), fixed(12), fixed(20)), "api": either(fixed(1))}),
     st.fixed_dictionaries({"tokens": either(fixed(4), fixed(20)), "calls": either(fixed(1), fixed(2))}),
@@ -199,6 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stopping: dict[str, None] = {}
         self.boxes: dict[str, str] = {}
         """Sandboxes by the node on which they stand, empty if nowhere yet."""
+        self.memory: dict[str, int] = {}
+        """Of every sandbox."""
         self.wakes: list[float] = []
         self.states = dict.fromkeys(NODES, NodeState.UP)
         self.count = 0
@@ -258,14 +269,32 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert amounts.admits(share.reserved)
             self.check_elders(action, share.pool, elders)
         if grant.node and action.sandbox:
+            if not self.boxes[action.sandbox]:
+                self.check_place(action.sandbox, grant.node)
             assert self.boxes[action.sandbox] in ("", grant.node), "later actions stay"
-            self.settle_down(action.sandbox, grant.node)
+            self.boxes[action.sandbox] = grant.node
         self.books.take(grant, self.now)
         self.granted[action.id] = grant
         self.starting[action.id] = None
 
-    def settle_down(self, sandbox: str, node: str) -> None:
-        self.boxes[sandbox] = node
+    def check_place(self, sandbox: str, node: str) -> None:
+        """If there is a node that could hold all waiting actions of the sandbox, this is one."""
+        demands = [action.demand for action, _ in self.live.values() if action.sandbox == sandbox]
+        least = [(kind, max(1, amounts.min)) for demand in demands for kind, amounts in demand.pools.items()]
+        least.extend([(MEMORY, self.memory[sandbox])] * bool(self.memory[sandbox]))
+
+        def could_hold(node: str) -> bool:
+            for kind, units in least:
+                pool = kind if kind in POOL_BY_NAME else f"{kind}@{node}"
+                chunk = 1 << (units - 1).bit_length() if kind == GPU else units
+                if pool != kind and self.books.total.get(pool, 0) < chunk:
+                    return False
+            return True
+
+        assert could_hold(node) or not any(map(could_hold, self.up())), f"{sandbox} goes to {node}: {least}"
+
+    def up(self) -> list[str]:
+        return [node for node, state in self.states.items() if state is NodeState.UP]
 
     def settle(self, outcome: Outcome) -> None:
         assert outcome.action in self.live, f"{outcome} settles what does not live"
@@ -324,7 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_s: float | None, idempotent: bool, hint: float | None, key: int, power: bool, same_id: bool,
     ) -> None:  # fmt: skip
         self.count += 1
-        sandbox = list(self.boxes)[box] if box < len(self.boxes) and (CPU in pools or GPU not in pools) else ""
+        sandbox = list(self.boxes)[box] if box < len(self.boxes) else ""
         taken = next(iter(self.live), "")
         action = Action(
             id=taken if same_id and taken else f"a{self.count}",
@@ -356,6 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not any(isinstance(effect, Refuse) for effect in effects):
             assert memory <= self.books.memory_max
             self.boxes[sandbox] = node
+            self.memory[sandbox] = memory
 
     @precondition(lambda self: self.boxes)
     @rule(pick=st.integers(0, 99))
@@ -442,15 +472,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.statistics().late_events == before + 1
 
     @rule(
-        service=st.sampled_from(SERVICES), size=st.sampled_from([1, 2, 4]), start=st.integers(0, 7), gone=st.booleans()
-    )
-    def residency(self, service: str, size: int, start: int, gone: bool) -> None:
+        service=st.sampled_from(SERVICES), size=st.sampled_from([1, 2, 4]), start=st.integers(0, 7), gone=st.booleans(),
+        node=st.sampled_from(["g0", "n1"]),
+    )  # fmt: skip
+    def residency(self, service: str, size: int, start: int, gone: bool, node: str) -> None:
         start = start // size * size
         devices = tuple(range(start, start + size))
         if gone:
-            self.send(Evicted(service=service, node="g0", devices=devices))
+            self.send(Evicted(service=service, node=node, devices=devices))
         else:
-            self.send(Resident(service=service, node="g0", devices=devices))
+            self.send(Resident(service=service, node=node, devices=devices))
 
     # ---- pools and nodes ----
 
@@ -569,8 +600,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, pool in statistics.pools.items():
             assert pool["held"] == 0, name
         assert sum(statistics.settled.values()) == len(self.outcomes)
-        place: Any = self.scheduler.ledger.pools["gpu@g0"].place
-        assert place.free_counts() == (0, 0, 0, 1), "all devices are one chunk again"
+        eight, five = (self.scheduler.ledger.pools[name] for name in ("gpu@g0", "gpu@n1"))
+        assert eight.free_chunks() == (0, 0, 0, 1), "all devices are one chunk again"
+        assert five.free_chunks() == (1, 0, 1)
 
 
 def machine(name: str) -> Any:
