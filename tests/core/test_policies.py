@@ -32,7 +32,7 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import POLICIES, policy
-from tangram.core.policies.adaptive import RESERVE_MARGIN, RESERVE_MIN, RESIZES_MAX
+from tangram.core.policies.adaptive import GROW_AGE_S, RESERVE_MARGIN, RESERVE_MIN, RESIZES_MAX, REST_S
 from tangram.core.policies.paper import DEPTH
 from tangram.core.profile import Knowledge
 from tangram.core.scheduler import Limits, Scheduler
@@ -646,9 +646,42 @@ def test_at_most_so_many_grow_in_one_round() -> None:
     for rest in (64 * count, 64 * count + 1):
         rig.resizes.clear()
         before = dict(rig.units)
+        rig.now += 1.0
         rig.run(PoolChanged(pool=cpu_node("n0", rest)[0]))
         grown = [name for name, units in rig.units.items() if units > before[name]]
         assert len(grown) == len(rig.resizes) == RESIZES_MAX, "the next round does more of the rest"
+
+
+def test_an_action_that_has_just_started_is_not_resized_at_once() -> None:
+    rig = Rig("adaptive", cpu_node("n0", 16))
+    rig.submit("long", cores(1, 16), duration_s=50.0, speedup=HALF)
+    rig.submit("short", cores(1, 16), duration_s=1.0, speedup=HALF)
+    rig.now = GROW_AGE_S / 2
+    rig.finish("short")
+    before = rig.units["long"]
+    assert before < 16 * CORE
+    rig.now = 1.0
+    rig.submit("next", cores(1, 16), duration_s=0.1, speedup=HALF)
+    rig.finish("next")
+    assert rig.units["long"] > before
+
+
+def test_at_most_so_many_shrink_in_one_round_and_the_rest_soon() -> None:
+    count = 3 * RESIZES_MAX
+    rig = Rig("adaptive", cpu_node("n0", 4 * count))
+    for i in range(count):
+        rig.submit(f"a{i}", cores(1, 64), duration_s=50.0, speedup=HALF)
+    rig.now = 1.0
+    rig.resizes.clear()
+    rig.submit("whole", cores(3 * count))
+    rounds = []
+    while "whole" not in rig.units:
+        rounds.append(len(rig.resizes))
+        rig.resizes.clear()
+        rig.now += REST_S
+        rig.run(Tick())
+    assert max(rounds) <= RESIZES_MAX
+    assert len(rounds) <= 4
 
 
 # ---- adaptive: devices ------------------------------------------------------------------------------------------

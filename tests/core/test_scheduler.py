@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -559,6 +560,20 @@ def test_a_plan_that_gives_what_the_demand_does_not_admit_stops(cluster: Make) -
     c = cluster(*NODE, policy=Planned(plan))
     with pytest.raises(InvariantError, match="plan gives a 1500 units of cpu, which its demand does not admit"):
         c.submit("a", {"cpu": cores(1, 2)})
+
+
+@pytest.mark.parametrize(("width", "admitted"), [(2000, True), (1500, False), (3000, False)])
+def test_a_plan_may_give_parts_of_cores_to_a_program_that_sees_whole_ones(
+    cluster: Make, width: int, admitted: bool
+) -> None:
+    def plan(snapshot: Snapshot) -> Iterator[Decision]:
+        for candidate in snapshot.candidates():
+            yield Begin(candidate.entry, candidate.node, 1500, width=width)
+
+    c = cluster(*NODE, policy=Planned(plan))
+    with nullcontext() if admitted else pytest.raises(InvariantError, match="does not admit"):
+        c.submit("a", {"cpu": cores(1, 2)})
+        assert c.start("a").grant.width == 2000
 
 
 def test_a_plan_that_starts_an_action_twice_stops(cluster: Make) -> None:

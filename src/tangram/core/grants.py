@@ -78,7 +78,10 @@ class Grants:
         shares: list[Share] = []
         for kind, amounts in demand.pools.items():
             pool = self._snapshot.pool(kind, node)
-            units = self._units(entry, amounts, pool, decision.units if kind == key_kind else 0)
+            if kind == key_kind:
+                units = self._units(entry, amounts, pool, decision.units, decision.width)
+            else:
+                units = self._units(entry, amounts, pool)
             if kind == GPU:
                 holding = self._take_devices(entry, pool, units)
             else:
@@ -102,11 +105,13 @@ class Grants:
         self.holding[entry.id] = entry
         return tuple(shares)
 
-    def _units(self, entry: Entry, amounts: Amounts, pool: PoolState, units: int) -> int:
-        """What the plan gives of one pool, or the minimum; checked against the demand."""
+    def _units(self, entry: Entry, amounts: Amounts, pool: PoolState, units: int = 0, width: int = 0) -> int:
+        """What the plan gives of one pool, or the minimum; checked against the demand. Of CPU an amount between those
+        that the demand admits will do as well, as after a resize, if the width is admitted."""
         if amounts.declared:
             units = units or amounts.min
-            admitted = amounts.admits(units)
+            in_between = pool.kind == CPU and width and amounts.min <= units <= amounts.max
+            admitted = amounts.admits(width if in_between else units)
         else:
             units = units or self._snapshot.reserve(entry, pool)
             admitted = 0 < units <= amounts.max
@@ -140,7 +145,7 @@ class Grants:
                     )
                 holding.riders += 1
             else:
-                holding = self._ledger.hold(pool, self._units(rider, amounts, pool, 0), rider.run.usage)
+                holding = self._ledger.hold(pool, self._units(rider, amounts, pool), rider.run.usage)
             holdings.append(holding)
             shares.append(Share(pool.name, holding.units, holding.units, holding.cells))
         rider.holdings = tuple(holdings)

@@ -15,6 +15,7 @@ With nothing learned yet an action counts as one core for one second, which is f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from tangram.core.arrange import hesrpt_shares
@@ -51,8 +52,12 @@ WIDTH_HEADROOM = 8
 """An action is launched this many times wider than its first share, so that it can grow when others leave."""
 RESIZE_SHARE = 0.04
 """A resize must change the limit by this share at least; smaller ones cost more than they bring."""
-RESIZES_MAX = 16
-"""Resizes per round that make an action wider; each is a file write, and the next round does the rest."""
+RESIZES_MAX = 32
+"""Resizes per round and pool that make actions narrower, and as many that make them wider: each is a file write."""
+REST_S = 0.02
+"""When to look again at a pool where more than that many were to become narrower."""
+GROW_AGE_S = 0.05
+"""An action that has just started becomes wider once it has run so long: it may be about to end."""
 CROWD_MAX = 48
 """Waiting actions that take part in the division; with more, everybody is at its minimum anyway."""
 EVEN_FACTOR = 0.6
@@ -166,7 +171,8 @@ class Adaptive:
             return None
         if not self.resize:
             return Begin(entry, node, cpu.floor(min(self._lasting_units(snapshot, entry, pool, cpu, room), room)))
-        units = cpu.floor(min(targets.get(entry.id, cpu.min), room))
+        # Cores are whole only in its width: what can be resized may as well start with a part of one.
+        units = max(cpu.min, min(int(min(targets.get(entry.id, cpu.min), room)), cpu.max))
         return Begin(entry, node, units, limit=units, width=cpu.floor(min(units * WIDTH_HEADROOM, pool.total)))
 
     def _lasting_units(self, snapshot: Snapshot, entry: Entry, pool: PoolState, cpu: Amounts, room: float) -> float:
@@ -230,18 +236,26 @@ class Adaptive:
         return joining
 
     def _shrink(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
-        for entry in list(snapshot.running(pool).values()):
+        """Make room. Down to its minimum by any amount: a few milli-cores too many keep a whole action waiting."""
+        changes = []
+        for entry in snapshot.running(pool).values():
             target = int(targets.get(entry.id, entry.reserved))
-            # Down to its minimum by any amount: in a crowd a few milli-cores too many keep a whole action waiting.
             enough = target < entry.reserved * (1.0 - RESIZE_SHARE) or target <= entry.action.demand.pools[CPU].min
             if target < entry.reserved and enough and entry.stop is None:
-                yield Adjust(entry, target, target)
+                changes.append((target - entry.reserved, entry, target))
+        if len(changes) > RESIZES_MAX:
+            changes = nsmallest(RESIZES_MAX, changes)
+            snapshot.look_again(pool, REST_S)
+        for _, entry, target in changes:
+            yield Adjust(entry, target, target)
 
     def _grow(self, snapshot: Snapshot, pool: PoolState, targets: dict[str, float]) -> Iterator[Decision]:
-        left = RESIZES_MAX
+        left, since = RESIZES_MAX, snapshot.now - GROW_AGE_S
         for entry in list(snapshot.running(pool).values()):
+            if entry.stop is not None or entry.started_at is None or entry.started_at > since:
+                continue
             target = min(int(targets.get(entry.id, 0)), entry.width, entry.reserved + pool.free)
-            if target > entry.reserved * (1.0 + RESIZE_SHARE) and entry.stop is None and left:
+            if target > entry.reserved * (1.0 + RESIZE_SHARE) and left:
                 left -= 1
                 yield Adjust(entry, target, target)
 
