@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tangram.core.demand import cores, fixed, learned
-from tangram.core.messages import NodeChanged, NodeState, Pool, Reserve, Window, cpu_node
+from tangram.core.messages import NodeChanged, NodeState, Pool, PoolChanged, Reserve, Tick, Window, cpu_node
 
 Make = Callable[..., Any]
 
@@ -82,7 +82,7 @@ def test_what_could_start_but_for_the_policy_says_that(cluster: Make) -> None:
     c = cluster(*NODE, policy="fixed:4")
     c.submit("a", {"cpu": cores(1)})
     c.submit("b", {"cpu": cores(1, 4)})
-    assert c.explain("b") == "b waits for its turn: the policy keeps its pools for others now"
+    assert c.explain("b") == "b waits for its turn: cpu@n0 would hold it, but policy fixed:4 has not started it yet"
 
 
 def test_what_no_node_can_hold_now_says_what_it_asks_for(cluster: Make) -> None:
@@ -95,6 +95,116 @@ def test_what_no_node_can_hold_now_says_what_it_asks_for(cluster: Make) -> None:
     assert c.explain("a") == "a asks for at least 4 cores of cpu; the largest such pool has 2 cores"
     c.send(NodeChanged(node="n1", state=NodeState.DOWN))
     assert c.explain("a") == "a asks for pool kind cpu, of which there is none; kinds: none"
+
+
+def test_what_no_pool_could_hold_says_that_devices_come_in_chunks(cluster: Make) -> None:
+    c = cluster(Pool(kind="gpu", node="g0", total=6))
+    c.submit("a", {"gpu": fixed(5)})
+    assert c.refusal()[1] == "a asks for at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices"
+
+
+def test_what_the_node_of_its_sandbox_cannot_hold_says_that(cluster: Make) -> None:
+    c = cluster(*NODE, *cpu_node("n1", 8))
+    c.send(Reserve(sandbox="b", memory=0, node="n0"))
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=2000)))
+    c.submit("a", FOUR, sandbox="b")
+    assert c.explain("a") == "a asks for at least 4 cores of cpu; cpu@n0, where its sandbox is, has 2 cores"
+    c.send(PoolChanged(pool=Pool(kind="api", total=2)))
+    c.send(PoolChanged(pool=Pool(kind="api", total=1)))
+    c.submit("b", {"api": fixed(2)}, sandbox="b")
+    assert c.explain("b") == "b asks for at least 2 units of api; the largest such pool has 1 units"
+
+
+def test_what_its_node_has_not_got_at_all_says_that(cluster: Make) -> None:
+    c = cluster(*NODE, GPU)
+    c.send(Reserve(sandbox="b", memory=0))
+    c.submit("fill", FOUR)
+    c.submit("a", FOUR, sandbox="b")
+    c.submit("d", {"gpu": fixed(1)}, sandbox="b")
+    assert c.explain("a") == "a asks for pool kind cpu, of which there is none on node g0; kinds: cpu, gpu, memory"
+
+
+def test_where_every_kind_is_free_but_on_no_node_all_of_them_it_says_what_one_node_lacks(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 4), *[Pool(kind="gpu", node=n, total=1) for n in ("n0", "n1")])
+    for node, pools in (("n0", FOUR), ("n1", {"gpu": fixed(1)})):
+        c.send(Reserve(sandbox=node, memory=0, node=node))
+        c.submit(f"on {node}", pools, sandbox=node)
+    c.submit("a", {"cpu": cores(1), "gpu": fixed(1)})
+    assert c.explain("a") == "a waits for 1 devices of gpu@n1, where 0 devices of 1 devices are free"
+
+
+def test_devices_that_are_free_but_not_side_by_side_are_called_apart(cluster: Make) -> None:
+    c = cluster(Pool(kind="gpu", node="g0", total=4))
+    for name in "wxyz":
+        c.submit(name, {"gpu": fixed(1)})
+    c.run("w")
+    c.run("y")
+    c.submit("a", {"gpu": fixed(2)})
+    assert c.explain("a") == "a waits for 2 devices of gpu@g0, where 2 devices of 4 devices are free, but apart"
+    c.submit("b", {"gpu": fixed(3)}, priority=1)
+    assert c.explain("b") == "b waits for 3 devices (a chunk of 4) of gpu@g0, where 2 devices of 4 devices are free"
+
+
+def test_of_a_pool_that_shrank_below_what_is_held_nothing_is_free(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.submit("all", FOUR)
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=1000)))
+    c.submit("a", {"cpu": cores(1)})
+    assert c.explain("a") == "a waits for 1 cores of cpu@n0, where 0 cores of 1 cores are free"
+
+
+def test_who_is_kept_from_one_node_and_lacks_units_on_the_other_says_what_it_lacks(cluster: Make) -> None:
+    c = cluster(
+        *cpu_node("n0", 4), Pool(kind="gpu", node="n0", total=1), *cpu_node("n1", 4), policy="adaptive", ageing_s=10.0
+    )
+    c.send(Reserve(sandbox="b", memory=0, node="n1"))
+    c.submit("n1 is full", FOUR, sandbox="b")
+    c.submit("device", {"gpu": fixed(1)})
+    c.submit("both", {"cpu": cores(1), "gpu": fixed(1)})
+    c.pass_time(11.0)
+    c.submit("late", {"cpu": cores(1)})
+    assert c.explain("late") == (
+        "late waits behind both, which goes first and waits for 1 devices of gpu@n0,"
+        " where 0 devices of 1 devices are free"
+    ), "it keeps the cores of that node, of which some are free"
+    c.submit("first of a poor run", FOUR, run="poor")
+    assert c.starts() == ["first of a poor run"]
+    assert c.explain("late") == "late waits for 1 cores of cpu@n1, where 0 cores of 4 cores are free"
+
+
+def test_the_first_of_a_lane_is_its_oldest_once_that_has_aged(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive", ageing_s=10.0)
+    c.submit("all", FOUR)
+    c.submit("old", FOUR, duration_s=100.0)
+    c.submit("short", FOUR, duration_s=1.0)
+    lacks = "4 cores of cpu@n0, where 0 cores of 4 cores are free"
+    assert c.explain("old") == f"old waits behind up to 1 actions of run default; the first of them waits for {lacks}"
+    c.pass_time(11.0)
+    assert c.explain("old") == f"old waits for {lacks}"
+    assert c.explain("short").startswith("short waits behind up to 1 actions of run default")
+
+
+def test_who_waits_for_a_node_for_all_of_its_sandbox_says_that(cluster: Make) -> None:
+    c = cluster(*NODE, *cpu_node("n1", 1, memory_gib=1.0), policy="adaptive")
+    c.submit("fill", FOUR)
+    c.send(Reserve(sandbox="b", memory=0))
+    c.submit("wide", FOUR, sandbox="b")
+    c.submit("a", {"cpu": cores(1)}, sandbox="b")
+    assert c.explain("a") == (
+        "a waits for 1 cores of cpu@n0, where 0 cores of 4 cores are free;"
+        " its node must be one that could hold all actions of sandbox b"
+    )
+
+
+def test_explaining_changes_nothing(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive")
+    c.submit("all", FOUR)
+    c.submit("a", {"cpu": learned()})
+    c.scheduler.handle(Tick(), 100.0)
+    entry = c.scheduler.entries["a"]
+    before = (entry.estimate, entry.estimated_at, entry.wanted)
+    assert c.explain("a") == "a waits for 1 cores of cpu@n0, where 0 cores of 4 cores are free"
+    assert (entry.estimate, entry.estimated_at, entry.wanted) == before
 
 
 def test_what_is_not_live_says_so(cluster: Make) -> None:

@@ -37,7 +37,8 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.policies.base import ArrivalOrder, Begin, Decision
-from tangram.core.scheduler import STORY_EVENTS, Limits, Scheduler
+from tangram.core.limits import Limits
+from tangram.core.scheduler import STORY_EVENTS, Scheduler
 from tangram.core.snapshot import Snapshot
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
@@ -159,7 +160,10 @@ def test_what_no_pool_could_ever_hold_is_refused_with_what_there_is(cluster: Mak
     c.submit("a", {"cpu": cores(5)})
     assert c.refusal() == ("capacity", "a asks for at least 5 cores of cpu; the largest such pool has 4 cores")
     c.submit("b", {"gpu": fixed(5)})
-    assert c.refusal() == ("capacity", "b asks for at least 5 devices of gpu; the largest such pool has 6 devices")
+    assert c.refusal() == (
+        "capacity",
+        "b asks for at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices",
+    )
     c.submit("c", {"cpu": cores(1), "gpu": fixed(1)})
     assert c.refusal()[1] == "c asks for 1 cores of cpu, 1 devices of gpu together; no node that is up has all of them"
     c.submit("d", {"tpu": fixed(1)})

@@ -12,14 +12,19 @@ from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
 from tangram.core.ledger import PoolState
 from tangram.core.messages import NodeState
 from tangram.core.queue import Entry
+from tangram.core.topology import chunk_size
 
 if TYPE_CHECKING:
     from tangram.core.scheduler import Scheduler
 
 
+Site = list[tuple[PoolState, int]]
+"""Pools that an action could run from together, with what it needs of each; one for every node that could hold it."""
+
+
 def explain(scheduler: Scheduler, entry: Entry) -> str:
     """One sentence."""
-    name = entry.id
+    name, lane = entry.id, entry.lane
     if entry.state is State.STARTING:
         return f"{name} is starting on {_where(entry)}"
     if entry.state is State.RUNNING:
@@ -32,10 +37,10 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
     blocker = _blocker(scheduler, entry)
     if blocker is not None:
         return f"{name} waits behind {blocker.id}, which goes first and waits for {_lack(scheduler, blocker)}"
-    assert entry.lane is not None
-    first = entry.lane.first()[3]
+    assert lane is not None, name
+    first = scheduler.snapshot.head_of(lane)
     if first is not entry:
-        ahead = f"up to {entry.lane.waiting - 1} actions of run {entry.run.name}"
+        ahead = f"up to {lane.waiting - 1} actions of run {entry.run.name}"
         return f"{name} waits behind {ahead}; the first of them waits for {_lack(scheduler, first)}"
     return f"{name} waits for {_lack(scheduler, entry)}"
 
@@ -44,12 +49,37 @@ def _where(entry: Entry) -> str:
     return ", ".join(f"{_amount(held.pool.kind, held.units)} of {held.pool.name}" for held in entry.holdings)
 
 
+def _needs(entry: Entry) -> list[Need]:
+    return [*entry.needs, (MEMORY, entry.memory)] if entry.memory else [*entry.needs]
+
+
+def _sites(scheduler: Scheduler, entry: Entry) -> list[Site]:
+    """Where it could run if everything were free."""
+    ledger, snapshot = scheduler.ledger, scheduler.snapshot
+    on_node = [need for need in _needs(entry) if "" not in ledger.kinds[need[0]]]
+    nodes = [entry.node]
+    if on_node and not entry.node:
+        up = [node for node, state in ledger.nodes.items() if state is NodeState.UP]
+        nodes = snapshot.nodes_for_all(entry, on_node) or [node for node in up if ledger.node_could_hold(on_node, node)]
+    return [[(snapshot.pool(kind, node), units) for kind, units in _needs(entry)] for node in nodes]
+
+
 def _blocker(scheduler: Scheduler, entry: Entry) -> Entry | None:
-    """Somebody who goes before it and has closed one of its pools."""
-    queue, now = scheduler.queue, scheduler.snapshot.now
-    closed = [queue.of_pool(pool) for pool in _pools(scheduler, entry)]
+    """Somebody who goes before it and keeps it from where it has room, or from everywhere."""
+    blockers = []
+    for site in _sites(scheduler, entry):
+        blocker = _closed_by(scheduler, entry, site)
+        if blocker is not None and not _short(entry, site):
+            return blocker
+        blockers.append(blocker)
+    return blockers[0] if blockers and None not in blockers else None
+
+
+def _closed_by(scheduler: Scheduler, entry: Entry, site: Site) -> Entry | None:
+    queue, now = scheduler.queue, scheduler.now
+    closed = [queue.of_pool(pool) for pool, _ in site]
     if not entry.node:
-        closed.extend(queue.of_kind(kind) for kind, _ in _needs(entry))
+        closed.extend(queue.of_kind(pool.kind) for pool, _ in site if pool.node)
     for waiters in closed:
         blocker = queue.closed_by(waiters, entry, now)
         if blocker is not None:
@@ -57,34 +87,36 @@ def _blocker(scheduler: Scheduler, entry: Entry) -> Entry | None:
     return None
 
 
-def _needs(entry: Entry) -> list[Need]:
-    return [*entry.needs, (MEMORY, entry.memory)] if entry.memory else [*entry.needs]
-
-
-def _pools(scheduler: Scheduler, entry: Entry, kind: str = "") -> list[PoolState]:
-    """The pools that it may use, of one kind or of all."""
-    ledger = scheduler.ledger
-    found = []
-    for name in [kind] if kind else [need for need, _ in _needs(entry)]:
-        for node, pool in ledger.kinds.get(name, {}).items():
-            if not node or node == entry.node or (not entry.node and ledger.nodes[node] is NodeState.UP):
-                found.append(pool)
-    return found
+def _short(entry: Entry, site: Site) -> Site:
+    """The pools that have too few units for it, with what it wants. What is reserved where nobody declared CPU is as
+    the policy said when it was looked at last."""
+    wanted = [(pool, min(max(entry.wanted, 1), pool.total) if units == LEARNED else units) for pool, units in site]
+    return [(pool, units) for pool, units in wanted if not pool.fits(units)]
 
 
 def _lack(scheduler: Scheduler, entry: Entry) -> str:
-    """The pools that an action lacks, with what is free in them."""
+    """The pools that an action lacks, with what is free in them: on the node, open to it, that lacks least."""
+    sites = _sites(scheduler, entry)
+    sites = [site for site in sites if _closed_by(scheduler, entry, site) is None] or sites
+    best = min(sites, key=lambda site: (len(_short(entry, site)), -site[0][0].free))
+    short = _short(entry, best)
+    if not short:
+        where = ", ".join(pool.name for pool, _ in best)
+        return f"its turn: {where} would hold it, but policy {scheduler.policy.name} has not started it yet"
     parts = []
-    for kind, units in _needs(entry):
-        best = max(_pools(scheduler, entry, kind), key=lambda pool: pool.free, default=None)
-        if best is None:
-            parts.append(f"a pool of kind {kind}")
-            continue
-        wanted = scheduler.snapshot.reserve(entry, best) if units == LEARNED else units
-        if not best.fits(wanted):
-            free, total = _amount(kind, best.free), _amount(kind, best.total)
-            parts.append(f"{_amount(kind, wanted)} of {best.name}, where {free} of {total} are free")
-    return " and ".join(parts) or "its turn: the policy keeps its pools for others now"
+    for pool, units in short:
+        free, total = _amount(pool.kind, max(0, pool.free)), _amount(pool.kind, pool.total)
+        apart = ", but apart" if pool.free >= pool.counted(units) else ""
+        parts.append(f"{_asked(pool.kind, units)} of {pool.name}, where {free} of {total} are free{apart}")
+    return " and ".join(parts) + _together(scheduler, entry)
+
+
+def _together(scheduler: Scheduler, entry: Entry) -> str:
+    """Said of an action that waits for such a node, though its own needs might be met elsewhere."""
+    on_node = [need for need in _needs(entry) if "" not in scheduler.ledger.kinds[need[0]]]
+    if entry.place is None or not scheduler.snapshot.nodes_for_all(entry, on_node):
+        return ""
+    return f"; its node must be one that could hold all actions of sandbox {entry.place.id}"
 
 
 def impossible(scheduler: Scheduler, entry: Entry) -> str:
@@ -97,14 +129,21 @@ def impossible(scheduler: Scheduler, entry: Entry) -> str:
             where = f" on node {entry.node}" if entry.node else ""
             return f"{entry.id} asks for pool kind {kind}, of which there is none{where}; kinds: {known}"
         if not any(pool.could_fit(units) for pool in pools):
-            asked, most = _amount(kind, units), _amount(kind, max(pool.total for pool in pools))
-            return f"{entry.id} asks for at least {asked} of {kind}; the largest such pool has {most}"
-    asked = ", ".join(f"{_amount(kind, units)} of {kind}" for kind, units in _needs(entry))
+            most = max(pools, key=lambda pool: pool.total)
+            who = f"{most.name}, where its sandbox is," if entry.node and most.node else "the largest such pool"
+            asked = f"at least {_asked(kind, units)} of {kind}"
+            return f"{entry.id} asks for {asked}; {who} has {_amount(kind, most.total)}"
+    asked = ", ".join(f"{_asked(kind, units)} of {kind}" for kind, units in _needs(entry))
     return f"{entry.id} asks for {asked} together; no node that is up has all of them"
 
 
-def _amount(pool: str, units: int) -> str:
-    kind = pool.partition("@")[0]
+def _asked(kind: str, units: int) -> str:
+    if kind == GPU and chunk_size(units) != units:
+        return f"{units} devices (a chunk of {chunk_size(units)})"
+    return _amount(kind, units)
+
+
+def _amount(kind: str, units: int) -> str:
     if units == LEARNED:
         return "some"
     if kind == CPU:
