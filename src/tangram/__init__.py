@@ -2,9 +2,10 @@
 
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import Amounts, Demand, between, cores, fixed, learned, one_of
+from tangram.core.limits import Limits
 from tangram.core.messages import Pool, cpu_node
 from tangram.core.policies import policy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import Amdahl, PowerLaw, Table
 from tangram.errors import TangramError
 

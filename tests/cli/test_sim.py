@@ -184,7 +184,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.csv").touch()
-    Path("empty.jsonl").write_text('{"policy":"fcfs","ageing_s":600.0}\n')
+    Path("empty.jsonl").write_text('{"policy":"fcfs"}\n')
     done = cli("sim", "--workers", 1, *words)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("tangram: ") and done.err.count("\n") == 1

@@ -9,6 +9,7 @@ import pytest
 
 from tangram.core.action import Action, Outcome, Usage
 from tangram.core.demand import Amounts, Demand
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -26,7 +27,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy as by_name
 from tangram.core.policies.base import SchedulingPolicy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 
 
 class Cluster:

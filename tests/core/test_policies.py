@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE, CPU, GPU, Amounts, Demand, cores, fixed, learned, one_of
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -35,7 +36,7 @@ from tangram.core.policies import POLICIES, policy
 from tangram.core.policies.adaptive import GROW_AGE_S, RESERVE_MARGIN, RESERVE_MIN, RESIZES_MAX, REST_S
 from tangram.core.policies.paper import DEPTH
 from tangram.core.profile import Knowledge
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import LINEAR, PowerLaw, Speedup
 from tangram.errors import InvalidConfig
 

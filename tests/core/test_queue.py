@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tangram.core.action import Action, Usage
 from tangram.core.demand import Demand, cores, fixed, learned
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -31,7 +32,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.queue import ELDER_FACTOR, EXACT_LANES_MAX, STALE_SPARE
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.errors import InvariantError
 
 Make = Callable[..., Any]

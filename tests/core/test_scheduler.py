@@ -11,6 +11,7 @@ import pytest
 
 from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import Demand, cores, fixed
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Evicted,
@@ -37,7 +38,6 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.policies.base import ArrivalOrder, Begin, Decision
-from tangram.core.limits import Limits
 from tangram.core.scheduler import STORY_EVENTS, Scheduler
 from tangram.core.snapshot import Snapshot
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError

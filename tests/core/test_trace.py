@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import Demand, cores, fixed
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -48,7 +49,7 @@ from tangram.core.trace import TRACE_FORMAT, Header, Line, Recorder, describe, m
 from tangram.errors import InvalidTrace
 
 ACTION = Action(id="a", demand=Demand({"cpu": cores(1, 4), "search": fixed(1)}), key="tests", run="r1")
-HEADER = Header(policy="fcfs", pools=cpu_node("n0", 4), ageing_s=600.0, note="a note")
+HEADER = Header(policy="fcfs", pools=cpu_node("n0", 4), limits=Limits(attempts_max=5), note="a note")
 
 DESCRIPTIONS: list[tuple[Event | Effect, str]] = [
     (Submit(action=ACTION), "exec tests of run r1 asks for cpu 1000 to 4000, search 1"),
@@ -165,10 +166,10 @@ def header_error(first: bytes | None) -> InvalidTrace:
         b"not json",
         b"[1, 2]",
         b'{"format": 1}',
-        b'{"format": 1, "policy": 3, "ageing_s": 600}',
-        b'{"format": 1, "policy": "f\xff\xfe", "ageing_s": 600}',
+        b'{"format": 2, "policy": 3}',
+        b'{"format": 2, "policy": "f\xff\xfe"}',
         b"\xff\xfe\x00",
-        b'{"format": 1, "policy": "fcfs", "ageing_s": 600, "pools": [{"kind": "cpu", "total": -1}]}',
+        b'{"format": 2, "policy": "fcfs", "pools": [{"kind": "cpu", "total": -1}]}',
     ],
     ids=["empty", "blank", "words", "list", "lacking", "wrong-type", "utf-8-inside", "utf-8", "wrong-pool"],
 )
@@ -179,7 +180,7 @@ def test_a_malformed_header_is_named_by_file_and_line(first: bytes | None) -> No
 
 
 def test_a_trace_of_another_format_is_refused_with_both_numbers() -> None:
-    error = header_error(msgspec.json.encode({"format": 99, "policy": "fcfs", "ageing_s": 600.0}))
+    error = header_error(msgspec.json.encode({"format": 99, "policy": "fcfs"}))
     assert str(error) == f"run.trace:1 format: expected trace format {TRACE_FORMAT}, got 99"
 
 

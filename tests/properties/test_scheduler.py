@@ -29,6 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tangram.core.action import Action, Outcome, Usage
 from tangram.core.demand import CPU, GPU, MEMORY, Amounts, Demand, between, cores, fixed, learned, one_of
 from tangram.core.ledger import CORE_KIND
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -60,7 +61,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.queue import ELDER_FACTOR
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import PowerLaw
 
 POOLS = (

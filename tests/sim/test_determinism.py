@@ -42,7 +42,7 @@ def recorded(workload_name: str, name: str, seed: int) -> bytes:
     workload = build(workload_name, batch=4, seed=seed)
     pools = Size(cores=8, nodes=2, devices=24).pools(workload)
     recorder = Recorder()
-    trace = bytearray(recorder.header(Header(policy=name, pools=pools, ageing_s=600.0)))
+    trace = bytearray(recorder.header(Header(policy=name, pools=pools)))
 
     def observe(now: float, event: Event, effects: list[Effect]) -> None:
         trace.extend(recorder.lines(now, event, effects))

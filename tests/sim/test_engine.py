@@ -8,6 +8,7 @@ import pytest
 
 from tangram.core.action import Action
 from tangram.core.demand import CPU, GPU, Demand, cores, fixed, learned, one_of
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
     Event,
@@ -23,7 +24,7 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import policy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import LINEAR, PowerLaw
 from tangram.errors import InvalidConfig, InvariantError
 from tangram.sim.engine import Engine

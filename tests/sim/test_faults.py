@@ -6,6 +6,7 @@ import pytest
 
 from tangram.core.action import Status
 from tangram.core.demand import CPU, Demand, cores, fixed, learned
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
     Event,
@@ -22,7 +23,7 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import policy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.errors import InvariantError
 from tangram.sim.engine import Engine
 from tangram.sim.episode import Episode, Step, Turn, Workload

@@ -9,16 +9,31 @@ import pytest
 
 from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, Demand, cores, fixed, learned
-from tangram.core.messages import Finished, Grant, Pool, Reserve, Resized, Settle, Share, Start, Started, Submit, Window
-from tangram.core.scheduler import Limits
+from tangram.core.limits import Limits
+from tangram.core.messages import (
+    Finished,
+    Grant,
+    Pool,
+    Reserve,
+    Resized,
+    Settle,
+    Share,
+    Start,
+    Started,
+    Submit,
+    Window,
+    cpu_node,
+)
 from tangram.core.speedup import PowerLaw
 from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.sim import traces
 from tangram.sim.compare import Setup, Source, compare
 from tangram.sim.record import load_recording, recorded_size, recording
+from tangram.sim.simulate import simulate
 from tangram.sim.size import Size, default_size
 from tangram.sim.survey import replay, survey
+from tangram.sim.workload import build
 
 
 def recorded(path: Path, workload: str, policy: str, batch: int, **changes):
@@ -105,7 +120,7 @@ def test_several_traces_are_played_side_by_side_as_runs_of_their_own(tmp_path: P
 def write(path: Path, lines: list, pools: tuple[Pool, ...] = ()) -> Path:
     """A trace by hand: (time, event, effects) in order."""
     recorder = Recorder()
-    text = recorder.header(Header(policy="fcfs", pools=pools, ageing_s=600.0))
+    text = recorder.header(Header(policy="fcfs", pools=pools))
     path.write_bytes(text + b"".join(recorder.lines(*line) for line in lines))
     return path
 
@@ -248,6 +263,15 @@ def test_a_replay_brings_the_same_effects(policy: str, faults: int, tmp_path: Pa
 def test_hints_are_part_of_a_recording_and_of_its_replay(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     recorded(path, "coding", "adaptive", 10, knowledge="hints", ageing_s=5.0)
+    assert replay(path).difference is None
+
+
+@pytest.mark.parametrize("limits", [Limits(queue_max=3), Limits(sandboxes_max=5), Limits(run_queue_max=2)])
+def test_a_replay_is_under_the_limits_of_the_recording(limits: Limits, tmp_path: Path) -> None:
+    path, pools = tmp_path / "run.jsonl", cpu_node("n0", 1, 9.4)
+    with recording(path, policy="adaptive", pools=pools, limits=limits) as observer:
+        simulate(build("coding", batch=8, seed=0), "adaptive", pools, limits=limits, observer=observer)
+    assert survey(path).messages["Refuse"], "otherwise it would show nothing"
     assert replay(path).difference is None
 
 

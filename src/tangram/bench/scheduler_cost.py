@@ -25,6 +25,7 @@ import msgspec
 from tangram.bench.base import BenchResult, Findings, Progress, at_least, at_most, by_itself
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE, CPU
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
     Event,
@@ -41,7 +42,7 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import policy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.sim.episode import Step
 from tangram.sim.simulate import simulate
 from tangram.sim.workload import build

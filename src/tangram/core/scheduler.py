@@ -26,6 +26,7 @@ from tangram.core.demand import CORE, CPU, GPU
 from tangram.core.explain import explain, impossible
 from tangram.core.grants import Grants
 from tangram.core.ledger import Ledger, PoolState
+from tangram.core.limits import Limits
 from tangram.core.load import OfferedLoad
 from tangram.core.messages import (
     Cancel,
@@ -61,7 +62,7 @@ from tangram.core.snapshot import Snapshot
 from tangram.core.stranded import Stranded
 from tangram.core.timers import Timers
 from tangram.core.trace import describe, mentions
-from tangram.errors import InvalidConfig, InvalidInput, InvariantError
+from tangram.errors import InvalidInput, InvariantError
 
 STORY_EVENTS = 1024
 """The last events kept in memory for stories; a trace on disk keeps all."""
@@ -71,31 +72,6 @@ STARVED_SHARE = 0.1
 
 REFILL_STEP_S = 1e-3
 """A quota that is about to have enough is looked at no sooner than this: rounding may put the moment into the past."""
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """A name for every limit of the scheduler."""
-
-    queue_max: int = 2_000_000
-    """Actions that wait, over all runs."""
-    run_queue_max: int = 2_000_000
-    """Actions of one run that wait."""
-    runs_max: int = 10_000
-    """Names of runs that were ever seen; each keeps its lanes and its share."""
-    sandboxes_max: int = 1_000_000
-    """Sandboxes that hold or wait for memory."""
-    ageing_s: float = 600.0
-    """Past this wait no later action of its run overtakes an action."""
-    attempts_max: int = 3
-    """Starts of one action before a failing start is given up."""
-    stranded_s: float = 300.0
-    """How long an action waits for a pool that can no longer hold it, before it is lost."""
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            if not 0 < value < math.inf:
-                raise InvalidConfig(f"limits.{field}", value, "a positive, finite number")
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):

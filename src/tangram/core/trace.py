@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tangram.core.action import Action
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -37,7 +38,7 @@ from tangram.core.messages import (
 )
 from tangram.errors import InvalidInput, InvalidTrace
 
-TRACE_FORMAT = 1
+TRACE_FORMAT = 2
 
 EVENTS = (
     Submit, Cancel, Started, StartFailed, Finished, Resized, Reserve, Release, Resident, Evicted, PoolChanged,
@@ -55,7 +56,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     format: int = TRACE_FORMAT
     policy: str
     pools: tuple[Pool, ...] = ()
-    ageing_s: float
+    limits: Limits = Limits()
     note: str = ""
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from tangram.core.action import NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
     Event,
@@ -41,7 +42,6 @@ from tangram.core.messages import (
     Tick,
     WakeAt,
 )
-from tangram.core.scheduler import Limits
 from tangram.core.topology import Chunks
 from tangram.errors import InvalidConfig
 from tangram.sim.episode import ServiceModel

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from tangram.core.demand import GPU
+from tangram.core.limits import Limits
 from tangram.core.messages import Pool
 from tangram.core.policies import POLICIES, policy
-from tangram.core.scheduler import Limits
 from tangram.errors import InvalidConfig
 from tangram.sim import faults, record, traces
 from tangram.sim.baselines import pods_config

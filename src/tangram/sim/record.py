@@ -24,6 +24,7 @@ import msgspec
 
 from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
     Event,
@@ -38,7 +39,6 @@ from tangram.core.messages import (
     Submit,
 )
 from tangram.core.profile import Knowledge
-from tangram.core.scheduler import Limits
 from tangram.core.speedup import RIGID, PowerLaw, Speedup
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace
@@ -76,7 +76,7 @@ def recording(
         return
     recorder = Recorder()
     with whole_file("record", path) as file:
-        file.write(recorder.header(Header(policy=policy, pools=pools, ageing_s=limits.ageing_s, note=note)))
+        file.write(recorder.header(Header(policy=policy, pools=pools, limits=limits, note=note)))
         yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from tangram.core.limits import Limits
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import POLICIES, policy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import Baseline, PodsConfig, pods_config
 from tangram.sim.engine import Engine, Orchestrator

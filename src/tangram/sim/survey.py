@@ -12,7 +12,7 @@ import msgspec
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.messages import Effect, Event, Refuse, Settle, Submit
 from tangram.core.policies import POLICIES, policy
-from tangram.core.scheduler import Limits, Scheduler
+from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS, Line, describe
 from tangram.errors import InvalidConfig
 from tangram.sim.record import opened
@@ -149,7 +149,7 @@ def replay(path: str | Path) -> Replay:
     with opened(path) as (header, lines):
         if header.policy.partition(":")[0] not in {name.partition(":")[0] for name in POLICIES}:
             raise InvalidConfig("trace", str(path), f"a trace of a scheduling policy, not of {header.policy}")
-        scheduler = Scheduler(policy(header.policy), header.pools, limits=Limits(ageing_s=header.ageing_s))
+        scheduler = Scheduler(policy(header.policy), header.pools, limits=header.limits)
         events = effects = 0
         event: Line | None = None
         recorded: list[Effect] = []

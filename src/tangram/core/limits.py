@@ -1,0 +1,37 @@
+"""Limits: every bound of the scheduler by name.
+
+Owns their defaults and what is valid. A trace records them, since a replay under others decides otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from tangram.errors import InvalidConfig
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """A name for every limit of the scheduler."""
+
+    queue_max: int = 2_000_000
+    """Actions that wait, over all runs."""
+    run_queue_max: int = 2_000_000
+    """Actions of one run that wait."""
+    runs_max: int = 10_000
+    """Names of runs that were ever seen; each keeps its lanes and its share."""
+    sandboxes_max: int = 1_000_000
+    """Sandboxes that hold or wait for memory."""
+    ageing_s: float = 600.0
+    """Past this wait no later action of its run overtakes an action."""
+    attempts_max: int = 3
+    """Starts of one action before a failing start is given up."""
+    stranded_s: float = 300.0
+    """How long an action waits for a pool that can no longer hold it, before it is lost."""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if not 0 < value < math.inf:
+                raise InvalidConfig(f"limits.{field}", value, "a positive, finite number")
