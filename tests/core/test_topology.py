@@ -106,8 +106,8 @@ def test_of_equal_chunks_a_resident_one_is_taken() -> None:
     taken = [chunks.take(2) for _ in range(4)]
     chunks.give(taken[0])
     chunks.give(taken[2])
-    assert chunks.peek(2, affinity=False) == Chunk(0, 2)
-    assert chunks.peek(2, preferred=[(6, 2), (4, 2)], affinity=False) == Chunk(4, 2)
+    assert chunks.peek(2) == Chunk(0, 2)
+    assert chunks.peek(2, preferred=[(6, 2), (4, 2)]) == Chunk(4, 2)
 
 
 def test_of_equal_chunks_one_that_contains_a_resident_chunk_is_taken() -> None:
@@ -120,15 +120,14 @@ def test_of_equal_chunks_one_that_contains_a_resident_chunk_is_taken() -> None:
 
 
 def test_a_split_keeps_the_half_with_the_resident_chunk() -> None:
-    assert Chunks(8).take(2, preferred=[(6, 2)], affinity=False) == Chunk(6, 2)
     assert Chunks(8).take(2, preferred=[(5, 1)]) == Chunk(4, 2)
     assert Chunks(8).take(2, preferred=[(0, 8)]) == Chunk(0, 2), "a larger resident chunk tells nothing about halves"
 
 
-def test_affinity_takes_a_resident_chunk_out_of_a_larger_one() -> None:
+def test_a_resident_chunk_is_taken_out_of_a_larger_one() -> None:
     chunks = Chunks(6)
+    assert chunks.peek(2) == Chunk(4, 2)
     assert chunks.peek(2, preferred=[(2, 2)]) == Chunk(2, 2)
-    assert chunks.peek(2, preferred=[(2, 2)], affinity=False) == Chunk(4, 2)
     assert chunks.take(2, preferred=[(2, 2)]) == Chunk(2, 2)
     assert chunks.free_counts() == (0, 2, 0)
     chunks.check()
@@ -177,25 +176,25 @@ class ChunksMachine(RuleBasedStateMachine):
         return start + size <= self.count and not any(device in held for device in range(start, start + size))
 
     @precondition(lambda self: self.count)
-    @rule(units=st.integers(1, 9), preferred=preferences(), affinity=st.booleans())
-    def take(self, units: int, preferred: tuple[Chunk, ...], affinity: bool) -> None:
+    @rule(units=st.integers(1, 9), preferred=preferences())
+    def take(self, units: int, preferred: tuple[Chunk, ...]) -> None:
         size = 1 << level_of(units)
         places = [start for start in range(0, self.count, size) if self.is_free(start, size)]
         assert self.chunks.fits(units) == bool(places)
         assert [start for start in range(16) if self.chunks.is_free((start, size))] == places
         if not places:
             with pytest.raises(InvariantError):
-                self.chunks.take(units, preferred, affinity)
+                self.chunks.take(units, preferred)
             return
         before = self.chunks.free_counts()
-        peeked = self.chunks.peek(units, preferred, affinity)
+        peeked = self.chunks.peek(units, preferred)
         assert self.chunks.free_counts() == before
-        chunk = self.chunks.take(units, preferred, affinity)
+        chunk = self.chunks.take(units, preferred)
         assert chunk == peeked
         assert chunk.size == size
         assert chunk.start in places
         resident = [wanted for wanted in preferred if wanted.size == size and wanted.start in places]
-        if affinity and resident:
+        if resident:
             assert chunk == resident[0]
         else:
             smallest = min(level for level in range(level_of(units), len(before)) if before[level])
@@ -266,12 +265,6 @@ def test_a_single_cell_counts() -> None:
     assert cells.free == [4000]
 
 
-def test_the_preferred_cell_wins_if_it_has_room() -> None:
-    cells = Cells((4000, 4000))
-    assert cells.take(1000, prefer=1) == ((1, 1000),)
-    assert cells.take(3500, prefer=1) == ((0, 3500),)
-
-
 def test_the_fullest_cell_with_room_is_taken() -> None:
     cells = Cells((4000, 2000, 3000))
     assert cells.take(1500) == ((1, 1500),)
@@ -286,7 +279,7 @@ def test_what_fits_no_cell_spreads_from_the_emptiest_down() -> None:
 
 def test_nothing_takes_no_cell() -> None:
     assert Cells((1000,)).take(0) == ()
-    assert Cells((1000, 1000)).take(0, prefer=1) == ()
+    assert Cells((1000, 1000)).take(0) == ()
 
 
 def test_more_than_is_free_is_an_error() -> None:
@@ -307,10 +300,10 @@ def test_giving_back_what_nobody_held_is_an_error() -> None:
 
 def test_a_shrunken_cell_is_negative_until_released_and_not_granted_meanwhile() -> None:
     cells = Cells((2000, 2000))
-    parts = cells.take(1800, prefer=0)
+    parts = cells.take(1800)
     cells.resize((1000, 2000))
     assert cells.free == [-800, 2000]
-    assert cells.take(500, prefer=0) == ((1, 500),)
+    assert cells.take(500) == ((1, 500),)
     assert cells.take(1500) == ((1, 1500),)
     with pytest.raises(InvariantError, match="do not fit"):
         cells.take(1)
@@ -332,7 +325,9 @@ def test_cells_may_join_and_leave_while_units_are_held() -> None:
 
 def test_a_taking_grows_in_its_own_cell_first() -> None:
     cells = Cells((4000, 1000))
-    parts = cells.take(1000, prefer=0)
+    rest = cells.take(1000)
+    parts = cells.take(1000)
+    cells.give(rest)
     parts = cells.adjust(parts, 4000)
     assert parts == ((0, 4000),)
     parts = cells.adjust(parts, 4500)
@@ -362,14 +357,14 @@ class CellsMachine(RuleBasedStateMachine):
         self.cells.resize(sizes)
         assert sum(self.cells.sizes) == sum(sizes)
 
-    @rule(units=st.integers(0, 20), prefer=st.integers(0, 3))
-    def take(self, units: int, prefer: int) -> None:
+    @rule(units=st.integers(0, 20))
+    def take(self, units: int) -> None:
         if units > self.room():
             with pytest.raises(InvariantError):
                 self.cells.take(units)
             return
         before = list(self.cells.free)
-        parts = self.cells.take(units, prefer if prefer < len(before) else None)
+        parts = self.cells.take(units)
         assert sum(part for _, part in parts) == units
         assert all(part <= before[cell] for cell, part in parts)
         if units and max(before) >= units:

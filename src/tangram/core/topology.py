@@ -90,23 +90,23 @@ class Chunks:
         start, size = chunk
         return start % size == 0 and self._around(start, level_of(size)) is not None
 
-    def peek(self, units: int, preferred: Sequence[tuple[int, int]] = (), affinity: bool = True) -> Chunk:
+    def peek(self, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
         """What `take` would answer."""
-        return self._choose(units, preferred, affinity)[1]
+        return self._choose(units, preferred)[1]
 
-    def take(self, units: int, preferred: Sequence[tuple[int, int]] = (), affinity: bool = True) -> Chunk:
+    def take(self, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
         """The smallest sufficient free chunk, split down to the size that is needed.
 
         `preferred` are chunks where the service is resident, best first. Among equally small sufficient chunks wins
         one that equals a preferred chunk, then one that contains one, then the lowest; a split keeps the half with
         the preferred chunk.
 
-        With `affinity`, a preferred chunk of exactly the needed size wins if all of it is free, even inside a larger
-        chunk than necessary: restoring weights costs more than fragmentation does. This may split a chunk that
+        A preferred chunk of exactly the needed size wins before that if all of it is free, even inside a larger chunk
+        than necessary: restoring weights costs more than fragmentation does. This may split a chunk that
         `arrange_chunks` counted on for a larger action, so actions that were arranged together are placed from
         the largest to the smallest; in that order any choice leaves the same room for the rest.
         """
-        source, target = self._choose(units, preferred, affinity)
+        source, target = self._choose(units, preferred)
         self._free[level_of(source.size)].remove(source.start)
         size = source.size
         while size > target.size:
@@ -155,13 +155,12 @@ class Chunks:
     def __repr__(self) -> str:
         return f"Chunks(count={self.count}, free={self._free}, taken={self._taken})"
 
-    def _choose(self, units: int, preferred: Sequence[tuple[int, int]], affinity: bool) -> tuple[Chunk, Chunk]:
+    def _choose(self, units: int, preferred: Sequence[tuple[int, int]]) -> tuple[Chunk, Chunk]:
         """The free chunk to take from, and the chunk inside it to take."""
         level = level_of(units)
-        if affinity:
-            for start, size in preferred:
-                if size == 1 << level and start % size == 0 and (around := self._around(start, level)):
-                    return around, Chunk(start, size)
+        for start, size in preferred:
+            if size == 1 << level and start % size == 0 and (around := self._around(start, level)):
+                return around, Chunk(start, size)
         for above in range(level, len(self._free)):
             if self._free[above]:
                 source = _best([Chunk(start, 1 << above) for start in self._free[above]], preferred)
@@ -205,13 +204,13 @@ class Cells:
         self.free = list(sizes)
         """Per cell. Negative while a cell that shrank is still held by more than it has."""
 
-    def take(self, units: int, prefer: int | None = None) -> Parts:
-        """One cell if one has room: the preferred one, else the fullest. Otherwise the emptiest cells together."""
+    def take(self, units: int) -> Parts:
+        """One cell if one has room, the fullest such. Otherwise the emptiest cells together."""
         free = self.free
         if len(free) == 1 and 0 < units <= free[0]:
             free[0] -= units
             return ((0, units),)
-        parts = ((prefer, units),) if prefer is not None and 0 < units <= free[prefer] else _places(free, units)
+        parts = _places(free, units)
         for cell, part in parts:
             free[cell] -= part
         return parts

@@ -78,11 +78,6 @@ class Mixture(msgspec.Struct, frozen=True):
             low, high = (middle, high) if self.below(middle) < share else (low, middle)
         return high
 
-    def near_median(self, factor: float = 2.0) -> float:
-        """The share of values that the median predicts within this factor."""
-        median = self.quantile(0.5)
-        return self.below(median * factor) - self.below(median / factor)
-
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
         """Three uniform numbers per value (its part, and a normal by Box-Muller): value k never depends on `count`."""
         uniform = rng.random((count, 3))
