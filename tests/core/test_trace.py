@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.core.trace import TRACE_FORMAT, Header, Line, Recorder, describe, mentions, read, story
+from tangram.core.trace import TRACE_FORMAT, Header, Line, Recorder, describe, mentions, read
 from tangram.errors import InvalidTrace
 
 ACTION = Action(id="a", demand=Demand({"cpu": cores(1, 4), "search": fixed(1)}), key="tests", run="r1")
@@ -241,6 +242,10 @@ def test_every_message_is_one_readable_line(message: Event | Effect, details: st
     assert line.startswith(f"    1234.500 s  {type(message).__name__:<12} ")
     assert details in line
     assert "\n" not in line
+
+
+def story(lines: Iterable[Line], action_id: str) -> list[str]:
+    return [describe(line.t, line.message) for line in lines if mentions(line.message, action_id)]
 
 
 def test_a_story_tells_all_that_happened_to_one_action_and_nothing_else() -> None:

@@ -161,8 +161,3 @@ def _details(message: Event | Effect) -> str:
         return message.lost or f"used {message.usage.cpu_s:.3f} CPU seconds"
     fields = msgspec.structs.asdict(message)
     return ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("action", "id"))
-
-
-def story(lines: Iterable[Line], action_id: str) -> list[str]:
-    """All that happened to one action."""
-    return [describe(line.t, line.message) for line in lines if mentions(line.message, action_id)]
