@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,8 +31,11 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import policy
+from tangram.core.policies.base import Begin, Decision
+from tangram.core.policies.fixed import Fixed
 from tangram.core.queue import ELDER_FACTOR, EXACT_LANES_MAX, STALE_SPARE
 from tangram.core.scheduler import Scheduler
+from tangram.core.snapshot import Snapshot
 from tangram.errors import InvariantError
 
 Make = Callable[..., Any]
@@ -407,6 +410,26 @@ def test_an_idle_smaller_node_is_offered_when_the_policy_does_not_want_the_other
     c.submit("most", THREE)
     c.submit("a", {"cpu": cores(0.5, 4)})
     assert (c.start("a").grant.node, c.start("a").grant.shares[0].reserved) == ("n1", 500)
+
+
+def test_an_idle_smaller_node_is_offered_with_the_quotas_that_it_takes(cluster: Make) -> None:
+    c = cluster(API, *cpu_node("n0", 4), *cpu_node("n1", 0.5), policy="fixed:2")
+    c.submit("most", THREE)
+    c.submit("a", {"api": fixed(1), "cpu": cores(0.5, 4)})
+    assert c.start("a").grant.node == "n1"
+
+
+def test_a_policy_that_does_not_take_the_idle_node_either_stops(cluster: Make) -> None:
+    class OnlyOn(Fixed):
+        def plan(self, snapshot: Snapshot) -> Iterator[Decision]:
+            for candidate in snapshot.candidates():
+                if candidate.node == "n0" and candidate.entry.id != "a":
+                    yield Begin(candidate.entry, candidate.node)
+
+    c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 0.5), policy=OnlyOn(2))
+    c.submit("most", THREE)
+    with pytest.raises(InvariantError, match="policy fixed:2 passed over a though nobody uses cpu@n1"):
+        c.submit("a", {"cpu": cores(0.5, 4)})
 
 
 def test_who_was_passed_over_on_one_node_is_tried_again_when_another_becomes_idle(cluster: Make) -> None:

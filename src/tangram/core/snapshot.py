@@ -255,7 +255,8 @@ class Snapshot:
                 yield Candidate(entry, node, aged)
                 if entry.lane is lane and not entry.node and (idle := self.withheld(entry)):
                     # Where most is left it is not wanted; but a smaller node may be idle.
-                    yield Candidate(entry, idle[0].node, aged)
+                    node = next((pool.node for pool in idle if pool.node), "")
+                    yield Candidate(entry, node, aged)
                 if entry.lane is not lane:
                     continue
             elif self._short is not None and not aged and not strict:
@@ -377,7 +378,9 @@ class Snapshot:
         """Does the pool have these units for the action, and is it open to it?"""
         if pool.window is not None and self._ledger.refill(pool, self.now):
             self._queue.wake(pool)
-        if not pool.fits(self.reserve(entry, pool) if units == LEARNED else units):
+        if units == LEARNED:
+            units = self.reserve(entry, pool)
+        if not pool.fits(units):
             if pool.window is None:
                 self._short = pool
             return False
