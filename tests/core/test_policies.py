@@ -449,7 +449,7 @@ def taught(seconds: float, busy: float, key: str = "tool") -> Knowledge:
     knowledge = Knowledge()
     action = Action(id="a", demand=Demand({CPU: learned()}), key=key)
     for _ in range(20):
-        knowledge.observe(action, execution_s=seconds, units=1.0, cpu_s=seconds * busy)
+        knowledge.observe(action, execution_s=seconds, units=None, cpu_s=seconds * busy)
     return knowledge
 
 

@@ -31,7 +31,7 @@ def an_action(
 
 def seen(knowledge: Knowledge, seconds: float, action: Action | None = None, times: int = 1) -> None:
     for _ in range(times):
-        knowledge.observe(action or an_action(), execution_s=seconds, units=1.0, cpu_s=0.5 * seconds)
+        knowledge.observe(action or an_action(), execution_s=seconds, units=None, cpu_s=0.5 * seconds)
 
 
 # ---- durations --------------------------------------------------------------------------------------------------
@@ -234,15 +234,15 @@ def test_below_one_core_what_mostly_waited_was_not_slowed() -> None:
 
 def test_cpu_use_is_weighted_by_time() -> None:
     knowledge = Knowledge()
-    knowledge.observe(an_action(), execution_s=99.0, units=1.0, cpu_s=0.99)
-    knowledge.observe(an_action(), execution_s=1.0, units=1.0, cpu_s=1.0)
+    knowledge.observe(an_action(), execution_s=99.0, units=None, cpu_s=0.99)
+    knowledge.observe(an_action(), execution_s=1.0, units=None, cpu_s=1.0)
     # By calls it would be half a core; by time, as a core sees it, it is 2 % of one.
     assert knowledge.estimate(an_action()).busy == pytest.approx(0.02, rel=0.05)
 
 
 def test_cpu_use_may_be_more_than_one_core() -> None:
     knowledge = Knowledge()
-    knowledge.observe(an_action(), execution_s=10.0, units=1.0, cpu_s=35.0)
+    knowledge.observe(an_action(), execution_s=10.0, units=None, cpu_s=35.0)
     assert knowledge.estimate(an_action()).busy == pytest.approx(3.5)
 
 
@@ -255,14 +255,14 @@ def test_cpu_use_of_an_elastic_action_counts_per_core_of_its_width() -> None:
 def test_cpu_use_follows_a_lasting_change() -> None:
     knowledge = Knowledge()
     for busy in [0.1] * 300 + [0.8] * 200:
-        knowledge.observe(an_action(), execution_s=2.0, units=1.0, cpu_s=2.0 * busy)
+        knowledge.observe(an_action(), execution_s=2.0, units=None, cpu_s=2.0 * busy)
     assert knowledge.estimate(an_action()).busy == pytest.approx(0.8, rel=0.05)
 
 
 def test_an_action_without_cpu_leaves_the_guess_about_cpu_alone() -> None:
     knowledge = Knowledge()
     action = Action(id="a", demand=Demand({"search": fixed(1)}))
-    knowledge.observe(action, execution_s=3.0, units=1.0, cpu_s=None)
+    knowledge.observe(action, execution_s=3.0, units=None, cpu_s=None)
     assert knowledge.estimate(action).busy == PRIOR.busy
 
 

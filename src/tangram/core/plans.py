@@ -97,7 +97,7 @@ class Plans:
         entry, node = decision.entry, decision.node
         self._scheduler.expect(entry, State.QUEUED, "plan starts it")
         self._grants.let_go()
-        if self._aside.pop(entry.id, None) is None:
+        if not self._aside or self._aside.pop(entry.id, None) is None:
             self._queue.dequeue(entry)
         place = entry.place
         if place is not None and place.node != node and node:

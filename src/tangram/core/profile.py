@@ -142,29 +142,32 @@ class Knowledge:
         wider = self._relatives.get((action.run, action.kind, action.key)) or self._kinds.get((action.kind,)) or exact
         if wider is None or not wider.seen:
             return self._with_hints(action, PRIOR)
-        work_s, sigma = wider.mean, wider.sigma
-        busy = wider.busy
-        seen = wider.seen
+        work_s, variance, busy = wider.mean, wider.log_var, wider.busy
         if exact is not None and exact.seen:
             trust = exact.seen / (exact.seen + CLASS_TRUST)
             work_s = math.exp(trust * math.log(exact.mean) + (1.0 - trust) * math.log(work_s))
-            sigma = trust * exact.sigma + (1.0 - trust) * sigma
+            variance = trust * exact.log_var + (1.0 - trust) * variance
             own_busy = exact.busy
             if own_busy is not None and busy is not None:
                 busy = trust * own_busy + (1.0 - trust) * busy
         exponent = (EXPONENT_PRIOR * EXPONENT_PRIOR_WEIGHT - wider.xy) / (EXPONENT_PRIOR_WEIGHT + wider.xx)
-        believed = Estimate(work_s, sigma, min(0.98, max(0.0, exponent)), PRIOR.busy if busy is None else busy, seen)
+        believed = Estimate(
+            work_s,
+            max(math.sqrt(variance), SIGMA_FLOOR),
+            min(0.98, max(0.0, exponent)),
+            PRIOR.busy if busy is None else busy,
+            wider.seen,
+        )
+        if action.duration_s is None and action.demand.speedup is None:
+            return believed
         return self._with_hints(action, believed)
 
-    def observe(self, action: Action, *, execution_s: float, units: float, cpu_s: float | None) -> None:
-        """The action ran for `execution_s` on `units` units (cores, devices) and used `cpu_s` of CPU."""
-        relatives_key = (action.run, action.kind, action.key)
+    def observe(self, action: Action, *, execution_s: float, units: float | None, cpu_s: float | None) -> None:
+        """The action ran for `execution_s` and used `cpu_s` of CPU; an elastic one on `units` cores or devices."""
         exact = self._profile(self._classes, (action.run, action.task, action.kind, action.key))
-        wider = self._profile(self._relatives, relatives_key)
-        kind = self._profile(self._kinds, (action.kind,))
+        wider = self._profile(self._relatives, (action.run, action.kind, action.key))
         seconds = max(execution_s, DURATION_FLOOR_S)
-        elastic = bool(action.demand.elastic)
-        if elastic:
+        if units is not None:
             self._observe_speedup(exact, wider, seconds, units)
             speedup = action.demand.speedup
             exponent = self.estimate(action).exponent
@@ -177,11 +180,15 @@ class Knowledge:
         else:
             seconds_on_one = seconds
         # The kind speaks only for keys that are new; those seen often need not be told to it again.
+        told = [exact, wider]
+        if wider.seen < KIND_TOLD:
+            told.append(self._profile(self._kinds, (action.kind,)))
         log_work = math.log(seconds_on_one)
-        for profile in (exact, wider, kind) if wider.seen < KIND_TOLD else (exact, wider):
+        unit_s = seconds if units is None or units < 1.0 else seconds * units
+        for profile in told:
             profile.observe_work(seconds_on_one, log_work)
             if cpu_s is not None:
-                profile.observe_cpu(cpu_s, seconds * max(units, 1.0) if elastic else seconds)
+                profile.observe_cpu(cpu_s, unit_s)
 
     def _observe_speedup(self, exact: Profile, wider: Profile, seconds: float, units: float) -> None:
         """Regress log duration on log width, each measured from the class's own running mean."""
@@ -197,8 +204,6 @@ class Knowledge:
 
     def _with_hints(self, action: Action, believed: Estimate) -> Estimate:
         speedup, duration_s = action.demand.speedup, action.duration_s
-        if speedup is None and duration_s is None:
-            return believed
         exponent = believed.exponent
         if speedup is not None:
             elastic = action.demand.elastic

@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from tangram.core.action import Action, State, Status
-from tangram.core.demand import CPU, LEARNED, MEMORY, Need
+from tangram.core.demand import CPU, MEMORY, Need
 from tangram.core.ledger import Holding, Ledger, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
@@ -38,11 +38,9 @@ with a large share elsewhere could wait for ever on a pool that poorer runs keep
 NEVER = 1_000_000_000
 """Runs that were never served are numbered from minus this up: all of them before all that were."""
 
-Span = tuple[str, int, int]
-"""A pool kind with the least and the most that actions of a lane need of it, or LEARNED twice."""
-
-LaneKey = tuple[tuple[Span, ...], str, str, str, tuple[Need, ...]]
-"""Needs, the elastic kind, the node, the service, and what its sandbox wants of a node that it has yet to choose."""
+LaneKey = tuple[tuple[Need, ...], bool, str, str, str, tuple[Need, ...]]
+"""Needs and whether they are exact, else rounded down to powers of two; the elastic kind, the node, the service, and
+what else its sandbox wants on the node that it has yet to choose."""
 
 LANES_SPARE = 256
 """Lanes of a run in which nobody waits are dropped when they outnumber the others by this many: they name nodes and
@@ -170,9 +168,9 @@ class Lane:
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
-        spans, elastic, node, service, _ = key
+        needs, _, elastic, node, service, _ = key
         self.run = run
-        self.floor = spans[0][1] if len(spans) == 1 and spans[0][1] > 0 else 0
+        self.floor = needs[0][1] if len(needs) == 1 and needs[0][1] > 0 else 0
         """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
         self.least = self.floor
         """Units that must be free for its first action, while it is set aside for lack of them."""
@@ -599,22 +597,15 @@ class Queue:
 
 
 def _lane_key(entry: Entry, node: str) -> LaneKey:
-    exact = len(entry.run.lanes) < EXACT_LANES_MAX
     needs = entry.needs
     wants: tuple[Need, ...] = ()
     if entry.place is not None and not node:
         needs = (*needs, (MEMORY, entry.place.memory))
         wants = entry.place.wants
-    spans = []
-    for kind, units in needs:
-        if units == LEARNED:
-            spans.append((kind, LEARNED, LEARNED))
-        elif exact or units < 2:
-            spans.append((kind, units, units))
-        else:
-            most = (1 << units.bit_length()) - 1
-            spans.append((kind, most // 2 + 1, most))
-    return tuple(spans), entry.elastic, node, entry.action.service, wants
+    exact = len(entry.run.lanes) < EXACT_LANES_MAX
+    if not exact:
+        needs = tuple([(kind, 1 << units.bit_length() - 1 if units > 1 else units) for kind, units in needs])
+    return needs, exact, entry.elastic, node, entry.action.service, wants
 
 
 def _rank(entry: Entry, aged_since: float) -> tuple[int, int, float, int]:

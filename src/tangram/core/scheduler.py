@@ -299,7 +299,7 @@ class Scheduler:
         assert entry.started_at is not None
         elapsed = self.now - entry.started_at
         execution_s = max(0.0, elapsed - usage.overhead_s - usage.throttled_s)
-        units = 1.0
+        units = None
         if entry.elastic:
             entry.account(self.now)
             unit = CORE if entry.elastic == CPU else 1

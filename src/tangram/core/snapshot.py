@@ -54,7 +54,9 @@ class Snapshot:
         self.changed = scheduler.queue.changed
         """CPU pools whose free units or elastic actions changed since the last round."""
         self._short: PoolState | None = None
-        """A pool, of units that are held, which had too few for the action that `fit` looked at last."""
+        """A pool, of units that are held, which had too few for the action that `fit` looked at last ..."""
+        self._short_of = 0
+        """... and how many it would have needed."""
 
     # ---- reading ----
 
@@ -261,14 +263,9 @@ class Snapshot:
                     continue
             elif self._short is not None and not aged and not strict:
                 # The usual case, made short: units are in use, and nobody is kept from them.
-                least = self._least(entry, self._short) if len(entry.needs) == 1 else 0
-                queue.set_aside_for(lane, self._short, least, self.now)
+                queue.set_aside_for(lane, self._short, self._short_of if len(entry.needs) == 1 else 0, self.now)
                 continue
             self._leave_waiting(lane, entry, node)
-
-    def _least(self, entry: Entry, pool: PoolState) -> int:
-        units = entry.needs[0][1]
-        return self.reserve(entry, pool) if units == LEARNED else units
 
     def _poorest(self, active: dict[str, Run]) -> Run:
         """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
@@ -382,7 +379,7 @@ class Snapshot:
             units = self.reserve(entry, pool)
         if not pool.fits(units):
             if pool.window is None:
-                self._short = pool
+                self._short, self._short_of = pool, units
             return False
         queue = self._queue
         return not queue.closures or queue.closed_by(queue.of_pool(pool), entry, self.now) is None

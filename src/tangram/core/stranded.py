@@ -52,4 +52,5 @@ class Stranded:
 
 def _most(key: LaneKey) -> list[Need]:
     """The largest needs that any action of a lane may have."""
-    return [(kind, most) for kind, _, most in key[0] if most]
+    needs, exact, *_ = key
+    return [(kind, units if exact or units < 2 else 2 * units - 1) for kind, units in needs if units]

@@ -20,5 +20,5 @@ class Oracle(Knowledge):
         step = self._truth[action.id]
         return Estimate(step.work_s, 0.0, min(0.98, step.speedup.exponent_near(8.0)), step.busy, 1.0)
 
-    def observe(self, action: Action, *, execution_s: float, units: float, cpu_s: float | None) -> None:
+    def observe(self, action: Action, *, execution_s: float, units: float | None, cpu_s: float | None) -> None:
         pass

@@ -134,8 +134,7 @@ class Adaptive:
         if cpu is None:
             return Begin(entry, node)
         if not cpu.declared:
-            reserve = snapshot.reserve(entry, snapshot.pool(CPU, node))
-            return Begin(entry, node, reserve, limit=cpu.max, width=cpu.max, review_s=REVIEW_FIRST_S)
+            return Begin(entry, node, limit=cpu.max, width=cpu.max, review_s=REVIEW_FIRST_S)
         if not cpu.elastic:
             return Begin(entry, node)
         return self._begin_elastic(snapshot, candidate, cpu, targets)

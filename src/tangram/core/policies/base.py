@@ -25,7 +25,7 @@ class Begin(msgspec.Struct, frozen=True, gc=False):
     entry: Entry
     node: str
     units: int = 0
-    """0: the minimum."""
+    """0: the minimum, or the reserve of CPU that nobody declared."""
     limit: int = 0
     """CPU quota in milli-cores; 0: as much as is reserved."""
     width: int = 0
