@@ -23,12 +23,13 @@ from tangram.core.messages import (
     Release,
     Reserve,
     Resident,
+    RunChanged,
     Stop,
     Submit,
     Tick,
     cpu_node,
 )
-from tangram.errors import InvariantError
+from tangram.errors import InvalidConfig, InvariantError
 
 Make = Callable[..., Any]
 
@@ -185,6 +186,8 @@ def test_a_sandbox_of_one_run_too_many_is_refused(cluster: Make) -> None:
     c.send(box("b", run="known"))
     c.send(box("c", run="another"))
     assert c.refusal() == ("runs_max", "1 runs are known; use the name of one of them")
+    with pytest.raises(InvalidConfig, match="run: expected one of the 1 runs that are known, got 'another'"):
+        c.send(RunChanged(run="another", weight=2.0))
     assert list(c.scheduler.statistics().runs) == ["known"]
     assert c.send(box("c", run="known")) == []
 

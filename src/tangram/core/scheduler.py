@@ -62,7 +62,7 @@ from tangram.core.snapshot import Snapshot
 from tangram.core.stranded import Stranded
 from tangram.core.timers import Timers
 from tangram.core.trace import describe, mentions
-from tangram.errors import InvalidInput, InvariantError
+from tangram.errors import InvalidConfig, InvalidInput, InvariantError
 
 STORY_EVENTS = 1024
 """The last events kept in memory for stories; a trace on disk keeps all."""
@@ -507,6 +507,8 @@ class Scheduler:
             self._timers.set(self.now + self.limits.stranded_s, self._still_stranded, entry, self.now)
 
     def _on_run_changed(self, event: RunChanged) -> None:
+        if self._full_of_runs(event.run) is not None:
+            raise InvalidConfig("run", event.run, f"one of the {self.limits.runs_max} runs that are known")
         self.ledger.reweigh(self.queue.run(event.run).usage, event.weight)
 
     def _on_resident(self, event: Resident) -> None:
