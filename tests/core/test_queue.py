@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tangram.core.action import Action, Usage
 from tangram.core.demand import Demand, cores, fixed, learned
+from tangram.core.lanes import STALE_SPARE
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
@@ -33,7 +34,7 @@ from tangram.core.messages import (
 from tangram.core.policies import policy
 from tangram.core.policies.base import Begin, Decision
 from tangram.core.policies.fixed import Fixed
-from tangram.core.queue import ELDER_FACTOR, EXACT_LANES_MAX, STALE_SPARE
+from tangram.core.queue import ELDER_FACTOR, EXACT_LANES_MAX
 from tangram.core.scheduler import Scheduler
 from tangram.core.snapshot import Snapshot
 from tangram.errors import InvariantError

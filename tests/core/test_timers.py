@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tangram.core.action import Action
 from tangram.core.demand import Demand, cores
+from tangram.core.lanes import Entry
 from tangram.core.ledger import Ledger
 from tangram.core.messages import Cancel, Finished, Started, Submit, cpu_node
 from tangram.core.policies import policy
-from tangram.core.queue import Entry, Queue
+from tangram.core.queue import Queue
 from tangram.core.scheduler import Scheduler
 from tangram.core.timers import EARLY_S, STALE_SPARE, Timers
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from tangram.core.action import State
 from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
+from tangram.core.lanes import Entry
 from tangram.core.ledger import PoolState
 from tangram.core.messages import NodeState
-from tangram.core.queue import Entry
 from tangram.core.topology import chunk_size
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from tangram.core.action import State
 from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Amounts
+from tangram.core.lanes import Entry, Place
 from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState
 from tangram.core.messages import Share
 from tangram.core.places import Places
 from tangram.core.policies.base import Adjust, Begin, Hold
-from tangram.core.queue import Entry, Place
 from tangram.core.residents import Residents
 from tangram.errors import InvariantError
 

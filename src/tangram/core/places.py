@@ -7,9 +7,9 @@ it says which ones are concerned, and the scheduler acts.
 from __future__ import annotations
 
 from tangram.core.demand import MEMORY, Need
+from tangram.core.lanes import Entry, Place, Run
 from tangram.core.ledger import Ledger, PoolState
 from tangram.core.messages import NodeState, Reserve
-from tangram.core.queue import Entry, Place, Run
 from tangram.errors import InvariantError
 
 

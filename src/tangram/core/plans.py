@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from tangram.core.action import State
 from tangram.core.demand import GPU
+from tangram.core.lanes import Entry, Place
 from tangram.core.messages import Grant, Resize, Restore, Share, Start
 from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload
-from tangram.core.queue import Entry, Place
 from tangram.errors import InvariantError
 
 if TYPE_CHECKING:

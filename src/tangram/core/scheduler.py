@@ -25,6 +25,7 @@ from tangram.core.action import NO_USAGE, TRANSITIONS, Action, Outcome, State, S
 from tangram.core.demand import CORE, CPU, GPU
 from tangram.core.explain import explain, impossible
 from tangram.core.grants import Grants
+from tangram.core.lanes import Entry, Place
 from tangram.core.ledger import Ledger, PoolState
 from tangram.core.limits import Limits
 from tangram.core.load import OfferedLoad
@@ -56,7 +57,7 @@ from tangram.core.places import Places
 from tangram.core.plans import Plans
 from tangram.core.policies.base import SchedulingPolicy
 from tangram.core.profile import Knowledge
-from tangram.core.queue import Entry, Place, Queue
+from tangram.core.queue import Queue
 from tangram.core.residents import Residents
 from tangram.core.snapshot import Snapshot
 from tangram.core.stranded import Stranded

@@ -16,10 +16,11 @@ import msgspec
 
 from tangram.core.action import State
 from tangram.core.demand import CORE, CPU, GPU, LEARNED, MEMORY, Need
+from tangram.core.lanes import Entry, Lane, Run, Waiters
 from tangram.core.ledger import PoolState
 from tangram.core.messages import NodeState
 from tangram.core.profile import Estimate
-from tangram.core.queue import Entry, Lack, Lane, Run, Waiters
+from tangram.core.queue import Lack
 from tangram.errors import InvariantError
 
 if TYPE_CHECKING:

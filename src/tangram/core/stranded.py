@@ -6,8 +6,9 @@ Owns that list. Such an action closes nothing to others; the scheduler gives it 
 from __future__ import annotations
 
 from tangram.core.demand import Need
+from tangram.core.lanes import Entry, LaneKey
 from tangram.core.ledger import Ledger
-from tangram.core.queue import Entry, LaneKey, Queue
+from tangram.core.queue import Queue
 
 
 class Stranded:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from tangram.core.queue import Entry
+from tangram.core.lanes import Entry
 
 STALE_SPARE = 256
 """The heap is rebuilt when timers of settled actions outnumber the live ones by this many."""

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from tangram.core.arrange import hesrpt_shares
 from tangram.core.demand import CORE, CPU, GPU, Amounts
+from tangram.core.lanes import Entry
 from tangram.core.ledger import PoolState
 from tangram.core.policies.base import Adjust, Begin, Decision
-from tangram.core.queue import Entry
 
 if TYPE_CHECKING:
     from tangram.core.snapshot import Candidate, Snapshot
@@ -34,7 +34,7 @@ RESERVE_MIN = 4
 SMALL_CORE_S = 0.5
 """Expected core-seconds up to which an action reserves its full use. Beyond, the reserve falls with the square of
 what is expected to remain: in overload the short calls then run as if alone, and long ones share the rest."""
-REVIEW_FIRST_S = 1.0
+REVIEW_FIRST_S = 2.0
 """A running call is looked at again after this time ..."""
 REVIEW_GROWTH = 3.0
 """... and then whenever its age has grown by this factor."""

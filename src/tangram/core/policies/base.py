@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from tangram.core.demand import CORE
-from tangram.core.queue import Entry
+from tangram.core.lanes import Entry
 
 if TYPE_CHECKING:
     from tangram.core.snapshot import Snapshot

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from tangram.core.arrange import Arrangement, Durations, arrange_chunks
 from tangram.core.arrange_units import arrange_units
 from tangram.core.demand import GPU
+from tangram.core.lanes import Entry
 from tangram.core.ledger import PoolState
 from tangram.core.policies.base import ArrivalOrder, Begin, Decision, Hold
-from tangram.core.queue import Entry
 
 if TYPE_CHECKING:
     from tangram.core.snapshot import Candidate, Snapshot
