@@ -104,9 +104,7 @@ def test_an_action_goes_where_its_service_is_loaded(cluster: Make, policy: str) 
 
 
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", "other"), ("adaptive", "same")])
-def test_a_loaded_service_goes_on_while_others_wait_unless_order_counts(
-    cluster: Make, policy: str, first: str
-) -> None:
+def test_a_loaded_service_goes_on_while_others_wait_unless_order_counts(cluster: Make, policy: str, first: str) -> None:
     c = cluster(Pool(kind="gpu", node="g0", total=1), policy=policy)
     c.submit("a", {"gpu": fixed(1)}, service="judge")
     c.send(Resident(service="judge", node="g0", devices=(0,)))

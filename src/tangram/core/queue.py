@@ -51,7 +51,7 @@ class Queue:
     def __init__(self, ledger: Ledger, ageing_s: float) -> None:
         self._ledger = ledger
         self.ageing_s = ageing_s
-        self._ageing_at = math.inf
+        self.ageing_at = math.inf
         """Up to this time no action that is not known to have aged has done so."""
         self.runs: dict[str, Run] = {}
         self.active: dict[str, Run] = {}
@@ -182,8 +182,8 @@ class Queue:
         oldest = lane.oldest()
         if oldest.submitted_at + self.ageing_s <= now:
             lane.aged_seq = oldest.seq
-        elif oldest.submitted_at + self.ageing_s < self._ageing_at:
-            self._ageing_at = oldest.submitted_at + self.ageing_s
+        elif oldest.submitted_at + self.ageing_s < self.ageing_at:
+            self.ageing_at = oldest.submitted_at + self.ageing_s
 
     def wake(self, pool: PoolState, *, all_lanes: bool = False) -> None:
         """Something changed in a pool: the lanes that lacked it are open again, as far as its free units could be
@@ -243,13 +243,12 @@ class Queue:
         return entry.submitted_at <= now - self.ageing_s
 
     def newly_aged(self, now: float) -> list[Lane]:
-        """Lanes, open again, whose oldest action has aged since they were looked at last; by its arrival.
+        """Lanes, open again, whose oldest action has aged since they were looked at last; by its arrival. There are none
+        before `ageing_at`.
 
         Ageing comes with time, which wakes nobody. These are to be looked at before anything else starts.
         """
-        if now < self._ageing_at:
-            return []
-        self._ageing_at = math.inf
+        self.ageing_at = math.inf
         found: list[Lane] = []
         for run in self.runs.values():
             for lane in run.lanes.values():
@@ -257,7 +256,7 @@ class Queue:
                     continue
                 oldest = lane.oldest()
                 if oldest.submitted_at + self.ageing_s > now:
-                    self._ageing_at = min(self._ageing_at, oldest.submitted_at + self.ageing_s)
+                    self.ageing_at = min(self.ageing_at, oldest.submitted_at + self.ageing_s)
                 elif oldest.seq != lane.aged_seq:
                     found.append(lane)
         for lane in found:

@@ -244,9 +244,10 @@ class Snapshot:
     def candidates(self) -> Iterator[Candidate]:
         """Waiting actions that fit at their minimum, in fair order. One that is passed over waits on."""
         queue, strict = self._queue, self._scheduler.policy.strict
-        for lane in queue.newly_aged(self.now):
-            if self.fit(lane.oldest()) is None:
-                self._leave_waiting(lane, lane.oldest(), None)
+        if self.now >= queue.ageing_at:
+            for lane in queue.newly_aged(self.now):
+                if self.fit(lane.oldest()) is None:
+                    self._leave_waiting(lane, lane.oldest(), None)
         active = queue.active
         while active:
             lane, entry, aged = self._head(self._poorest(active))
