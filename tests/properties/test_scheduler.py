@@ -266,7 +266,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if node:
                 assert self.states[node] is not NodeState.DOWN
                 assert self.states[node] is NodeState.UP or self.boxes.get(action.sandbox) == node
-            if amounts.declared and not share.pool.startswith(GPU):
+            if amounts.elastic and share.pool.startswith(CPU) and grant.width != share.reserved:
+                assert amounts.admits(grant.width) and amounts.min <= share.reserved <= amounts.max
+            elif amounts.declared and not share.pool.startswith(GPU):
                 assert amounts.admits(share.reserved)
             self.check_elders(action, share.pool, elders)
         if grant.node and action.sandbox:
