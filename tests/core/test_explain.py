@@ -196,6 +196,35 @@ def test_who_waits_for_a_node_for_all_of_its_sandbox_says_that(cluster: Make) ->
     )
 
 
+def test_once_its_sandbox_has_a_node_nothing_is_said_of_others(cluster: Make) -> None:
+    c = cluster(*NODE)
+    c.send(Reserve(sandbox="b", memory=0))
+    c.submit("fill", FOUR)
+    c.submit("first", FOUR, sandbox="b")
+    c.submit("a", {"cpu": cores(1)}, sandbox="b")
+    c.run("fill")
+    assert c.starts() == ["first"]
+    assert c.explain("a") == "a waits for 1 cores of cpu@n0, where 0 cores of 4 cores are free"
+
+
+def test_of_several_nodes_the_one_that_lacks_least_is_named_and_none_that_drains(cluster: Make) -> None:
+    pools = [Pool(kind="gpu", node=node, total=1) for node in ("n0", "n1", "n2")]
+    c = cluster(*cpu_node("n0", 4), *cpu_node("n1", 4), *cpu_node("n2", 4), *pools)
+    for node, demand in (("n0", {"gpu": fixed(1), "cpu": cores(3)}), ("n1", {"gpu": fixed(1), "cpu": cores(2)})):
+        c.send(Reserve(sandbox=node, memory=0, node=node))
+        c.submit(f"on {node}", demand, sandbox=node)
+    c.send(NodeChanged(node="n2", state=NodeState.DRAINING))
+    c.submit("a", {"gpu": fixed(1), "cpu": cores(2)})
+    assert c.explain("a") == "a waits for 1 devices of gpu@n1, where 0 devices of 1 devices are free"
+
+
+def test_of_a_pool_smaller_than_what_would_be_reserved_all_is_wanted(cluster: Make) -> None:
+    c = cluster(*cpu_node("tiny", 0.5), policy="adaptive")
+    c.submit("all", {"cpu": fixed(500)})
+    c.submit("a", {"cpu": learned()})
+    assert c.explain("a") == "a waits for 0.5 cores of cpu@tiny, where 0 cores of 0.5 cores are free"
+
+
 def test_explaining_changes_nothing(cluster: Make) -> None:
     c = cluster(*NODE, policy="adaptive")
     c.submit("all", FOUR)

@@ -278,6 +278,15 @@ def test_a_dead_node_loses_its_actions_and_sandboxes(cluster: Make) -> None:
     assert list(c.scheduler.ledger.pools) == ["cpu@small", "memory@small"]
 
 
+def test_what_may_run_again_is_lost_all_the_same_if_its_sandbox_is(cluster: Make) -> None:
+    c = cluster(*SMALL, *LARGE)
+    c.send(box("b", node="large"))
+    c.submit("a", TWO, sandbox="b", idempotent=True)
+    c.started("a")
+    c.send(NodeChanged(node="large", state=NodeState.DOWN))
+    assert (c.outcome().status, c.starts()) == (Status.LOST, [])
+
+
 def test_what_may_run_again_does_so_on_another_node(cluster: Make) -> None:
     c = cluster(*cpu_node("n0", 2), *cpu_node("n1", 2))
     c.submit("a", TWO, idempotent=True)
@@ -417,6 +426,28 @@ def test_of_nodes_that_are_gone_the_last_ones_are_known_and_older_ones_are_new_a
     assert c.starts() == ["a-n1"]
 
 
+@pytest.mark.parametrize("states", [[NodeState.UP], [NodeState.DRAINING, NodeState.UP], [NodeState.DOWN, NodeState.UP]])
+def test_a_node_that_has_pools_is_never_forgotten(cluster: Make, states: list[NodeState]) -> None:
+    c = cluster()
+    for state in states[:-1]:
+        c.send(NodeChanged(node="small", state=state))
+    if NodeState.DOWN in states:
+        c.send(PoolChanged(pool=SMALL[0]))
+    c.send(NodeChanged(node="small", state=states[-1]))
+    c.send(PoolChanged(pool=SMALL[0]))
+    for number in range(NODES_AWAY_MAX + 1):
+        c.send(NodeChanged(node=f"n{number}", state=NodeState.DOWN))
+    c.submit("a", ONE)
+    assert c.start("a").grant.node == "small"
+
+
+def test_nodes_that_are_announced_and_never_get_pools_are_forgotten(cluster: Make) -> None:
+    c = cluster()
+    for number in range(3 * NODES_AWAY_MAX):
+        c.send(NodeChanged(node=f"n{number}", state=[NodeState.UP, NodeState.DRAINING][number % 2]))
+    assert len(c.scheduler.ledger.nodes) == NODES_AWAY_MAX
+
+
 def test_a_node_that_comes_back_without_its_pools_has_none(cluster: Make) -> None:
     c = cluster(*LARGE, stranded_s=60.0)
     c.send(NodeChanged(node="large", state=NodeState.DOWN))
@@ -436,6 +467,12 @@ def test_the_sizes_of_dead_nodes_are_remembered_up_to_a_number(cluster: Make) ->
         c.send(PoolChanged(pool=Pool(kind="gpu", node=f"g{number}", total=number + 1)))
         c.send(NodeChanged(node=f"g{number}", state=NodeState.DOWN))
     assert len(c.scheduler.ledger._shapes) == SHAPES_MAX
+    c.send(PoolChanged(pool=Pool(kind="gpu", node="again", total=2)))
+    c.send(NodeChanged(node="again", state=NodeState.DOWN))
+    c.send(PoolChanged(pool=Pool(kind="gpu", node="new", total=1000)))
+    c.send(NodeChanged(node="new", state=NodeState.DOWN))
+    kept = [dict(shape)["gpu"] for shape in c.scheduler.ledger._shapes]
+    assert (kept[0], kept[-2:]) == (4, [2, 1000]), "a size seen again counts as new"
     c.submit("may come back", {"gpu": fixed(SHAPES_MAX)})
     assert c.wakes(), "it waits for such a node"
     c.submit("never was", {"gpu": fixed(SHAPES_MAX), "cpu": cores(1)})
@@ -489,6 +526,18 @@ def test_who_was_stranded_for_a_while_starts_when_its_node_is_back_and_the_time_
     c.send(PoolChanged(pool=whole))
     c.run("all")
     assert c.starts() == ["a"]
+
+
+def test_other_changes_do_not_give_a_stranded_action_more_time(cluster: Make) -> None:
+    c = cluster(*LARGE, stranded_s=60.0)
+    c.submit("all", EIGHT)
+    c.submit("a", EIGHT)
+    c.send(PoolChanged(pool=Pool(kind="cpu", node="large", total=4000)))
+    for _ in range(5):
+        c.now += 10.0
+        c.send(PoolChanged(pool=Pool(kind="api", total=1)))
+    c.pass_time(10.0)
+    assert c.outcome().action == "a"
 
 
 def test_who_comes_while_the_only_node_is_down_waits_for_it(cluster: Make) -> None:
@@ -597,4 +646,12 @@ def test_check_finds_a_sandbox_whose_memory_is_elsewhere(cluster: Make) -> None:
     c.send(box("b", node="small"))
     c.scheduler.places.by_sandbox["b"].node = "large"
     with pytest.raises(InvariantError, match="holds memory on 'small'"):
+        c.scheduler.check()
+
+
+def test_check_finds_a_released_sandbox_that_was_left_behind(cluster: Make) -> None:
+    c = cluster(*SMALL)
+    c.send(box("b"))
+    c.scheduler.places.by_sandbox["b"].released = True
+    with pytest.raises(InvariantError, match="sandbox b is released and empty but still there"):
         c.scheduler.check()

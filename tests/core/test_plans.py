@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tangram.core.demand import cores
-from tangram.core.messages import cpu_node
+from tangram.core.messages import Reserve, cpu_node
 from tangram.core.policies.base import ArrivalOrder, Begin
 from tangram.core.snapshot import Snapshot
 from tangram.errors import InvariantError
@@ -88,3 +88,61 @@ def test_an_order_may_be_any_number(cluster: Make, key: Any) -> None:
     c = cluster(*NODE, policy=Told(key=key))
     c.submit("a", ONE)
     assert c.starts() == ["a"]
+
+
+def test_a_plan_that_starts_an_action_away_from_its_sandbox_stops(cluster: Make) -> None:
+    class Elsewhere(Told):
+        def plan(self, snapshot: Snapshot) -> Iterator[Begin]:
+            for candidate in snapshot.candidates():
+                yield Begin(candidate.entry, "n1")
+
+    c = cluster(*NODE, *cpu_node("n1", 4), policy=Elsewhere())
+    c.send(Reserve(sandbox="b", memory=0, node="n0"))
+    with pytest.raises(InvariantError, match="plan starts an action of sandbox b on n1, but it stands on n0") as caught:
+        c.submit("a", ONE, sandbox="b")
+    assert len(caught.value.story) == 1
+
+
+def test_the_story_of_a_wrong_plan_is_told_once(cluster: Make) -> None:
+    c = cluster(*NODE, policy=Told(lambda snapshot: [Begin(c.entry, c.node) for c in snapshot.candidates()] * 2))
+    with pytest.raises(InvariantError) as caught:
+        c.submit("a", ONE)
+    assert str(caught.value).count("Submit") == 1
+
+
+def test_a_second_attempt_starts_from_nothing(cluster: Make) -> None:
+    """What the first one did is lost; counted as done it would spoil what is learned and how much is left."""
+    c = cluster(*NODE, policy="adaptive")
+    c.submit("a", {"cpu": cores(1, 4)}, idempotent=True, duration_s=100.0)
+    c.started("a")
+    c.now = 10.0
+    c.finished("a", lost="killed")
+    entry = c.scheduler.entries["a"]
+    assert (c.start("a").grant.attempt, entry.done_at(10.0), entry.unit_s, entry.speed) == (2, 0.0, 0.0, 1.0)
+
+
+def test_after_a_round_only_half_a_core_more_or_less_is_worth_a_look(cluster: Make) -> None:
+    c = cluster(*NODE, policy="adaptive")
+    c.submit("a", {"cpu": cores(1, 2)}, duration_s=100.0)
+    c.started("a")
+    pool = c.scheduler.ledger.pools["cpu@n0"]
+    assert pool.looked_at_free == pool.free
+    assert not pool.has_moved()
+    pool.looked_at_free = pool.free - 499
+    assert not pool.has_moved()
+    pool.looked_at_free = pool.free - 500
+    assert pool.has_moved()
+    pool.elastic_held = 0
+    assert not pool.has_moved(), "nobody could be resized"
+
+
+def test_a_pool_is_tight_while_few_units_are_free_and_elastic_actions_could_give_some(cluster: Make) -> None:
+    c = cluster(*NODE)
+    pool = c.scheduler.ledger.pools["cpu@n0"]
+    pool.elastic_held, pool.elastic_min, pool.free = 3000, 1000, 999
+    assert pool.is_tight(0)
+    pool.free = 1000
+    assert not pool.is_tight(500)
+    assert pool.is_tight(501), "less than twice what is asked for"
+    pool.elastic_min = 3000
+    assert not pool.is_tight(501)

@@ -234,7 +234,7 @@ class Ledger:
         gone = self._drop_pools(node) if state is NodeState.DOWN else []
         self.nodes[node] = state
         self._away.pop(node, None)
-        if state is NodeState.DOWN or not any(node in pools for pools in self.kinds.values()):
+        if not any(node in pools for pools in self.kinds.values()):
             self._away[node] = None
         if len(self._away) > NODES_AWAY_MAX:
             oldest = next(iter(self._away))

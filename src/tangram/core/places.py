@@ -87,7 +87,6 @@ class Places:
             del self.by_sandbox[place.id]
             if place.reserved is not None:
                 self._ledger.give_back(place.reserved)
-                place.reserved = None
         return gone
 
     def is_alive(self, place: Place) -> bool:

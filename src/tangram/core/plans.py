@@ -37,10 +37,7 @@ class Plans:
         """A round; and another, if what it started put somebody first for whom an idle pool was not kept."""
         self._round()
         while self._queue.kept and self._snapshot.open_kept():
-            waiting = self._queue.waiting
             self._round()
-            if self._queue.waiting == waiting:
-                break
 
     def _round(self) -> None:
         """Ask the policy, and write each decision before asking for the next. A policy that stopped while it still
