@@ -115,9 +115,12 @@ def test_a_second_attempt_starts_from_nothing(cluster: Make) -> None:
     c = cluster(*NODE, policy="adaptive")
     c.submit("a", {"cpu": cores(1, 4)}, idempotent=True, duration_s=100.0)
     c.started("a")
+    c.now = 5.0
+    c.submit("b", {"cpu": cores(1, 4)}, duration_s=100.0)
+    entry = c.scheduler.entries["a"]
+    assert entry.done_s > 0.0 and entry.unit_s > 0.0, "it was resized, and what it did was counted"
     c.now = 10.0
     c.finished("a", lost="killed")
-    entry = c.scheduler.entries["a"]
     assert (c.start("a").grant.attempt, entry.done_at(10.0), entry.unit_s, entry.speed) == (2, 0.0, 0.0, 1.0)
 
 
