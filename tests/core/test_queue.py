@@ -375,6 +375,22 @@ def test_of_two_that_wait_behind_each_other_the_one_whose_turn_it_is_now_starts(
     assert c.starts() == ["both"]
 
 
+def test_what_was_closed_on_a_node_that_died_is_closed_no_more(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4, 1.0), *cpu_node("n1", 4, 1.0), ageing_s=10.0)
+    c.send(Reserve(sandbox="fills n1", memory=800, node="n1"))
+    c.send(Reserve(sandbox="on n0", memory=0, node="n0"))
+    c.send(Reserve(sandbox="new", memory=800))
+    c.submit("fill", FOUR, sandbox="on n0")
+    c.submit("a", ONE, sandbox="new")
+    c.now = 11.0
+    c.submit("later", ONE)
+    assert c.scheduler.entries["a"].target == "n0", "it has aged, and keeps the cores where there is memory for it"
+    c.send(NodeChanged(node="n0", state=NodeState.DOWN))
+    assert c.starts() == ["later"], "it lacks memory now, and no cores"
+    c.send(Release(sandbox="fills n1"))
+    assert c.starts() == ["a"]
+
+
 def test_check_finds_a_lane_that_nobody_will_wake(cluster: Make) -> None:
     c = cluster(*NODE)
     c.submit("all", FOUR)

@@ -243,7 +243,7 @@ class Queue:
         return entry.submitted_at <= now - self.ageing_s
 
     def newly_aged(self, now: float) -> list[Lane]:
-        """Lanes, open again, whose oldest action has aged since they were looked at last; by its arrival. There are none
+        """Lanes, open again, whose oldest action has aged since they were looked at last; by its arrival. None are
         before `ageing_at`.
 
         Ageing comes with time, which wakes nobody. These are to be looked at before anything else starts.
