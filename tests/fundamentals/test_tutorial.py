@@ -193,7 +193,7 @@ def test_9_the_scheduler_says_in_one_sentence_why_an_action_waits() -> None:
 def test_10_a_recorded_trace_replays_to_the_same_effects() -> None:
     pools = cpu_node("node", cores=4)
     scheduler, recorder = Scheduler(policy("adaptive"), pools), Recorder()
-    trace = [recorder.header(Header(policy="adaptive", pools=pools, ageing_s=scheduler.limits.ageing_s))]
+    trace = [recorder.header(Header(policy="adaptive", pools=pools, limits=scheduler.limits))]
     events: list[Event] = [submit("a", cpu=cores(1, 4)), submit("b", cpu=cores(1, 4)), submit("c", cpu=cores(2))]
     events += [Started(action="a"), Started(action="b"), Finished(action="a"), Cancel(action="c")]
     for second, event in enumerate(events):
@@ -203,8 +203,7 @@ def test_10_a_recorded_trace_replays_to_the_same_effects() -> None:
 
     # Nothing but the events is needed to have everything again, to the last byte.
     header, lines = read(recorded.splitlines())
-    limits = Limits(ageing_s=header.ageing_s)
-    scheduler, recorder = Scheduler(policy(header.policy), header.pools, limits=limits), Recorder()
+    scheduler, recorder = Scheduler(policy(header.policy), header.pools, limits=header.limits), Recorder()
     replayed = recorder.header(header)
     for line in lines:
         if line.seq == line.cause:  # an event; the other lines are the effects that answer it
