@@ -132,8 +132,7 @@ class Snapshot:
     def reserve(self, entry: Entry, pool: PoolState) -> int:
         """Milli-cores to reserve on this pool for an action of which nobody declared its CPU."""
         wanted = entry.wanted
-        if not wanted or entry.lane is None or self.now - entry.estimated_at > ESTIMATE_FRESH_S:
-            self.estimate(entry)
+        if not wanted or self.now - entry.estimated_at > ESTIMATE_FRESH_S:
             wanted = self._scheduler.policy.reserve(entry, self)
             wanted = entry.wanted = max(1, min(wanted, entry.action.demand.pools[CPU].max))
         return wanted if wanted <= pool.total else max(1, pool.total)
@@ -273,6 +272,8 @@ class Snapshot:
         """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
         runs = iter(active.values())
         best = next(runs)
+        if len(active) == 1:
+            return best
         least = best.usage.share
         for run in runs:
             share = run.usage.share
