@@ -92,8 +92,10 @@ class Plans:
 
     def _begin(self, decision: Begin) -> None:
         entry, node = decision.entry, decision.node
-        self._scheduler.expect(entry, State.QUEUED, "plan starts it")
-        self._grants.let_go()
+        if entry.state is not State.QUEUED:
+            self._scheduler.expect(entry, State.QUEUED, "plan starts it")
+        if self._aside:
+            self._grants.let_go()
         if not self._aside or self._aside.pop(entry.id, None) is None:
             self._queue.dequeue(entry)
         place = entry.place

@@ -353,10 +353,15 @@ class Snapshot:
     def fit(self, entry: Entry) -> str | None:
         """The node where it fits now, empty if it needs none; None: it fits nowhere."""
         self._short = None
-        kinds, node = self._ledger.kinds, entry.node
+        kinds, node, needs = self._ledger.kinds, entry.node, entry.needs
+        if node and len(needs) == 1:
+            kind, units = needs[0]
+            pool = kinds[kind].get(node)
+            if pool is not None:
+                return node if self._has(pool, units, entry) else None
         anywhere: list[Need] = []
         placed = False
-        for need in entry.needs:
+        for need in needs:
             pools = kinds[need[0]]
             pool = pools.get(node)
             if pool is None:
