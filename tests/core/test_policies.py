@@ -511,12 +511,13 @@ def test_a_running_call_that_turns_out_long_gives_up_reserve_and_keeps_its_limit
     assert RESERVE_MIN <= rig.units["a"] < before / 2
 
 
-def test_what_comes_near_its_timeout_reserves_its_full_use_again() -> None:
+@pytest.mark.parametrize("timeout_s", [2.0, 20.0, 23.0])
+def test_what_comes_near_its_timeout_reserves_its_full_use_again(timeout_s: float) -> None:
     rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=30.0, busy=1.0))
-    rig.submit("a", learned(), key="tool", timeout_s=20.0)
+    rig.submit("a", learned(), key="tool", timeout_s=timeout_s)
     assert rig.units["a"] < 100
-    for _ in range(12):
-        rig.now += 1.0
+    while rig.now < 0.6 * timeout_s:
+        rig.now += 0.1
         rig.handle(Tick())
     assert rig.units["a"] == pytest.approx(1000 * RESERVE_MARGIN, abs=1)
 

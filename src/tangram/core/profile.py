@@ -16,6 +16,8 @@ from tangram.core.action import Action
 
 MEMORY_OBSERVATIONS = 48
 """An observation fades to a third after this many later ones: long enough for a steady mean, short enough for drift."""
+KEEP = 1.0 - 1.0 / MEMORY_OBSERVATIONS
+"""What a later observation leaves of the sums before it."""
 CLASS_TRUST = 1.0
 """A class outweighs its relatives from its second observation on: they share the key, not the task."""
 OUTLIER_SIGMAS = 3.0
@@ -86,8 +88,9 @@ class Profile:
         self.xx = 0.0
         self.xy = 0.0
 
-    def observe_work(self, work_s: float, log_work: float) -> None:
-        """One more duration, already converted to one unit, and its logarithm."""
+    def observe(self, work_s: float, log_work: float, cpu_s: float | None, unit_s: float) -> None:
+        """One more duration, already converted to one unit, and its logarithm; and the CPU seconds used over seconds
+        times width, time-weighted, since that is what a core sees."""
         seen = self.seen = self.seen + 1.0
         rate = 1.0 / seen if seen < MEMORY_OBSERVATIONS else 1.0 / MEMORY_OBSERVATIONS
         delta = log_work - self.log_mean
@@ -100,18 +103,14 @@ class Profile:
             self.log_var += fade * (delta * delta * (1.0 - rate) - self.log_var)
         self.log_mean += rate * delta
         self.mean += rate * (work_s - self.mean)
-
-    def observe_cpu(self, cpu_s: float, unit_s: float) -> None:
-        """CPU seconds used over seconds times width; time-weighted, since that is what a core sees."""
-        keep = 1.0 - 1.0 / MEMORY_OBSERVATIONS
-        self.cpu_s = self.cpu_s * keep + cpu_s
-        self.exec_s = self.exec_s * keep + unit_s
+        if cpu_s is not None:
+            self.cpu_s = self.cpu_s * KEEP + cpu_s
+            self.exec_s = self.exec_s * KEEP + unit_s
 
     def observe_width(self, deviation_width: float, deviation_duration: float) -> None:
         """Both logarithms as deviations from the class's own means, so that unlike tasks do not mix."""
-        keep = 1.0 - 1.0 / MEMORY_OBSERVATIONS
-        self.xx = self.xx * keep + deviation_width * deviation_width
-        self.xy = self.xy * keep + deviation_width * deviation_duration
+        self.xx = self.xx * KEEP + deviation_width * deviation_width
+        self.xy = self.xy * KEEP + deviation_width * deviation_duration
 
     @property
     def sigma(self) -> float:
@@ -186,9 +185,7 @@ class Knowledge:
         log_work = math.log(seconds_on_one)
         unit_s = seconds if units is None or units < 1.0 else seconds * units
         for profile in told:
-            profile.observe_work(seconds_on_one, log_work)
-            if cpu_s is not None:
-                profile.observe_cpu(cpu_s, unit_s)
+            profile.observe(seconds_on_one, log_work, cpu_s, unit_s)
 
     def _observe_speedup(self, exact: Profile, wider: Profile, seconds: float, units: float) -> None:
         """Regress log duration on log width, each measured from the class's own running mean."""

@@ -34,10 +34,12 @@ RESERVE_MIN = 4
 SMALL_CORE_S = 0.5
 """Expected core-seconds up to which an action reserves its full use. Beyond, the reserve falls with the square of
 what is expected to remain: in overload the short calls then run as if alone, and long ones share the rest."""
-REVIEW_FIRST_S = 2.0
+REVIEW_FIRST_S = 4.0
 """A running call is looked at again after this time ..."""
 REVIEW_GROWTH = 3.0
 """... and then whenever its age has grown by this factor."""
+REVIEW_STEP_S = 0.01
+"""No review is closer to the one before: rounding may put the moment that it waits for just behind it."""
 REVIEW_SHARE = 0.25
 """A review that would change the reserve by less than this share leaves it."""
 REVIEWS_MAX = 16
@@ -96,7 +98,7 @@ class Adaptive:
         full = estimate.busy * RESERVE_MARGIN * CORE
         ran_s = 0.0 if entry.started_at is None else snapshot.now - entry.started_at
         timeout_s = entry.action.timeout_s
-        if snapshot.aged(entry) or (timeout_s is not None and ran_s > TIMEOUT_SHARE * timeout_s):
+        if snapshot.aged(entry) or (timeout_s is not None and ran_s >= TIMEOUT_SHARE * timeout_s):
             return min(limit, max(RESERVE_MIN, int(full)))
         remaining = estimate.remaining_s(ran_s) * estimate.busy
         if remaining > SMALL_CORE_S:
@@ -134,7 +136,9 @@ class Adaptive:
         if cpu is None:
             return Begin(entry, node)
         if not cpu.declared:
-            return Begin(entry, node, limit=cpu.max, width=cpu.max, review_s=REVIEW_FIRST_S)
+            timeout_s = entry.action.timeout_s
+            review_s = REVIEW_FIRST_S if timeout_s is None else min(REVIEW_FIRST_S, TIMEOUT_SHARE * timeout_s)
+            return Begin(entry, node, limit=cpu.max, width=cpu.max, review_s=review_s)
         if not cpu.elastic:
             return Begin(entry, node)
         return self._begin_elastic(snapshot, candidate, cpu, targets)
@@ -153,8 +157,9 @@ class Adaptive:
         if reserve == RESERVE_MIN:
             # Nothing changes before it has aged or comes near its timeout.
             review_s = max(review_s, snapshot.ages_in_s(entry))
-            if entry.action.timeout_s is not None:
-                review_s = min(review_s, max(REVIEW_FIRST_S, TIMEOUT_SHARE * entry.action.timeout_s - ran_s))
+        timeout_s = entry.action.timeout_s
+        if timeout_s is not None and ran_s < TIMEOUT_SHARE * timeout_s:
+            review_s = min(review_s, max(REVIEW_STEP_S, TIMEOUT_SHARE * timeout_s - ran_s))
         return Adjust(entry, reserve, entry.limit, review_s=review_s)
 
     # ---- elastic CPU ----
