@@ -391,6 +391,19 @@ def test_paper_places_the_larger_first_though_its_number_is_fixed() -> None:
     assert rig.started() == {"large": 2, "judge": 1, "teacher": 1}
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_paper_does_not_divide_the_devices_of_what_is_elastic_in_cpu(degree: int) -> None:
+    """The call would be fastest on all devices that came free, but some of them are held for the training step."""
+    rig = Rig("paper", (*cpu_node("g0", 8), *gpu_node(4)))
+    rig.submit("before", fixed(4), kind=GPU)
+    rig.submit("judge", one_of(1, 2, 4), kind=GPU, duration_s=10.0, speedup=LINEAR)
+    pools = {CPU: cores(1, 4), GPU: fixed(degree)}
+    rig.run(Submit(action=Action(id="train", demand=Demand(pools, LINEAR), duration_s=10.0)))
+    rig.started()
+    rig.finish("before")
+    assert rig.started() == {"judge": 2, "train": 4000}
+
+
 def test_paper_gives_the_minimum_to_what_it_knows_nothing_about() -> None:
     rig = Rig("paper", cpu_node("n0", 8))
     rig.submit("a", cores(2, 8))

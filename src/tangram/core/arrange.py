@@ -105,7 +105,7 @@ def _after(
         for level, units, seconds in choices:
             key = (counts, level)
             if key not in left:
-                left[key] = _without(counts, level)
+                left[key] = without_chunk(counts, level)
             rest = left[key]
             if rest is None:
                 break  # larger chunks are even less to be had
@@ -123,7 +123,7 @@ def _fastest_by_level(choices: Durations, levels: int) -> list[tuple[int, int, f
     return list(fastest.values())
 
 
-def _without(counts: Counts, level: int) -> Counts | None:
+def without_chunk(counts: Counts, level: int) -> Counts | None:
     """The free chunks after one of `level` was taken from the smallest that is large enough; None if none is."""
     for above in range(level, len(counts)):
         if counts[above]:

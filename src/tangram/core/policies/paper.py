@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from tangram.core.arrange import Arrangement, Durations, arrange_chunks
+from tangram.core.arrange import Arrangement, Counts, Durations, arrange_chunks, without_chunk
 from tangram.core.arrange_units import arrange_units
 from tangram.core.demand import GPU
 from tangram.core.lanes import Entry
 from tangram.core.ledger import PoolState
 from tangram.core.policies.base import ArrivalOrder, Begin, Decision, Hold
+from tangram.core.topology import level_of
+from tangram.errors import InvariantError
 
 if TYPE_CHECKING:
     from tangram.core.snapshot import Candidate, Snapshot
@@ -59,17 +61,20 @@ class Paper(ArrivalOrder):
         starts = [Begin(c.entry, c.node) for c in candidates if self._key_pool(snapshot, c) is None]
         for name, group in by_pool.items():
             pool = snapshot.pools[name]
-            starts.extend(self._arrange(snapshot, pool, group, chunks.get(name, ())))
-        yield from starts
+            if pool.kind == GPU:
+                besides = [c for key, others in by_pool.items() if key != name for c in others if c.node == pool.node]
+                starts.extend(self._arrange(snapshot, pool, group, _left_by(besides, chunks[name])))
+            else:
+                starts.extend(self._arrange(snapshot, pool, group, ()))
+        # Largest chunk first: then any division that fits by count fits by place, whatever chunk is preferred.
+        yield from sorted(starts, key=_devices, reverse=True)
 
     def _key_pool(self, snapshot: Snapshot, candidate: Candidate) -> PoolState | None:
         """The pool whose units the programme divides for this action: its elastic one, or its devices."""
         kind = candidate.entry.elastic or (GPU if GPU in candidate.entry.action.demand.pools else "")
         return snapshot.pool(kind, candidate.node) if kind else None
 
-    def _arrange(
-        self, snapshot: Snapshot, pool: PoolState, group: list[Candidate], chunks: tuple[int, ...]
-    ) -> list[Begin]:
+    def _arrange(self, snapshot: Snapshot, pool: PoolState, group: list[Candidate], chunks: Counts) -> list[Begin]:
         """Units for the candidates of one pool, the tail evicted as long as that helps."""
         if pool.kind == GPU:
             arrangement = arrange_chunks([self._durations(snapshot, c.entry, pool) for c in group], chunks)
@@ -77,7 +82,6 @@ class Paper(ArrivalOrder):
             free = pool.free + sum(c.entry.action.demand.pools[pool.kind].min for c in group)
             arrangement = arrange_units([self._durations(snapshot, c.entry, pool) for c in group], free)
         kept = self._evict_tail(snapshot, pool, group, arrangement)
-        # Largest first: then any division that fits by count fits by place, whatever chunk is preferred.
         by_size = sorted(zip(group, arrangement.choice(kept), strict=False), key=lambda pair: -pair[1])
         return [Begin(c.entry, c.node, units if c.entry.elastic else 0) for c, units in by_size]
 
@@ -150,3 +154,22 @@ class Paper(ArrivalOrder):
         end = at + snapshot.seconds(entry, pool, units)
         heappush(heap, (end, taken))
         return end
+
+
+def _devices(start: Begin) -> int:
+    """How many devices it takes."""
+    amounts = start.entry.action.demand.pools.get(GPU)
+    if amounts is None:
+        return 0
+    return start.units if start.entry.elastic == GPU else amounts.min
+
+
+def _left_by(candidates: list[Candidate], chunks: Counts) -> Counts:
+    """The free chunks that are left to divide when these candidates, elastic in another pool, have their devices."""
+    sizes = [c.entry.action.demand.pools[GPU].min for c in candidates if GPU in c.entry.action.demand.pools]
+    for size in sorted(sizes, reverse=True):
+        left = without_chunk(chunks, level_of(size))
+        if left is None:
+            raise InvariantError(f"paper holds {sizes} devices besides those it divides, which are not free together")
+        chunks = left
+    return chunks
