@@ -21,7 +21,7 @@ from tangram.core.action import (
     wrong_transition,
 )
 from tangram.core.demand import Demand, cores
-from tangram.errors import InvalidAction
+from tangram.errors import InvalidAction, InvalidInput
 
 DEMAND = Demand({"cpu": cores(1)})
 
@@ -155,6 +155,38 @@ def test_completion_time_is_waiting_and_execution_and_overhead(waiting: float, e
     outcome = Outcome(action="a", status=Status.SUCCEEDED, waiting_s=waiting, execution_s=execution, overhead_s=ours)
     assert outcome.act_s == pytest.approx(waiting + execution + ours)
     assert all(outcome.act_s >= part for part in (waiting, execution, ours))
+
+
+@pytest.mark.parametrize("field", ["cpu_s", "throttled_s", "starved_s", "overhead_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, "1", None])
+def test_a_measured_time_that_is_no_time_is_refused(field: str, value: object) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Usage(**{field: value})  # type: ignore[arg-type]  # wrong on purpose
+    assert (caught.value.field, caught.value.expected) == (f"usage.{field}", "a finite number of seconds, at least 0")
+    assert caught.value.value is value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("memory_peak_bytes", -1, "usage.memory_peak_bytes"),
+        ("memory_peak_bytes", 1.5, "usage.memory_peak_bytes"),
+        ("memory_peak_bytes", True, "usage.memory_peak_bytes"),
+        ("spent", {"tokens": -1}, "usage.spent['tokens']"),
+        ("spent", {"tokens": 2.5}, "usage.spent['tokens']"),
+        ("spent", {"tokens": True}, "usage.spent['tokens']"),
+        ("spent", [7], "usage.spent"),
+    ],
+)
+def test_a_measured_count_that_is_no_whole_number_is_refused(field: str, value: object, named: str) -> None:
+    with pytest.raises(InvalidInput, match="whole number") as caught:
+        Usage(**{field: value})  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.field == named
+
+
+def test_what_was_measured_may_be_nothing_or_a_whole_number_of_seconds() -> None:
+    usage = Usage(cpu_s=0, throttled_s=3, starved_s=0.0, overhead_s=1, memory_peak_bytes=0, spent={"tokens": 0})
+    assert (usage.throttled_s, usage.spent) == (3, {"tokens": 0})
 
 
 def test_an_outcome_that_never_ran_took_no_time() -> None:

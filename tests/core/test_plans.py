@@ -83,6 +83,20 @@ def test_an_order_that_is_no_number_is_named_with_the_story(cluster: Make, key: 
     assert "Submit" in caught.value.story[0]
 
 
+def test_an_action_that_the_policy_could_not_order_never_came_in(cluster: Make) -> None:
+    policy = Told(key=math.nan)
+    c = cluster(*NODE, policy=policy)
+    c.send(Reserve(sandbox="box", memory=0))
+    with pytest.raises(InvariantError, match="not by a number"):
+        c.submit("a", ONE, sandbox="box", deadline_s=5.0)
+    c.scheduler.check()
+    assert c.explain("a") == "a is not live: it settled or never came"
+    assert c.cancel("a") == c.pass_time(10.0) == []
+    policy._key = 0.0
+    c.submit("a", ONE, sandbox="box")
+    assert c.starts() == ["a"]
+
+
 @pytest.mark.parametrize("key", [-math.inf, math.inf, 3, True])
 def test_an_order_may_be_any_number(cluster: Make, key: Any) -> None:
     c = cluster(*NODE, policy=Told(key=key))

@@ -52,6 +52,20 @@ def test_the_first_observation_already_changes_the_estimate(seconds: float) -> N
     assert estimate.observations == 1.0
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e308])
+@pytest.mark.parametrize("field", ["execution_s", "units", "cpu_s"])
+def test_a_number_that_nobody_can_have_measured_teaches_nothing(field: str, number: float) -> None:
+    knowledge, action = Knowledge(), an_action(cpu=cores(1, 4))
+    for _ in range(3):
+        measured = {"execution_s": 2.0, "units": 1.0, "cpu_s": 1.0, field: number}
+        knowledge.observe(action, **measured)
+        for some in (action, an_action(run="other", key="other")):
+            estimate = knowledge.estimate(some)
+            assert all(math.isfinite(value) and value < 1e6 for value in (estimate.work_s, estimate.busy))
+    seen(knowledge, 2.0, action)
+    assert knowledge.estimate(action).work_s == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("outlier", [1e3, 1e6])
 def test_one_outlier_does_not_spoil_the_estimate(outlier: float) -> None:
     rng = random.Random(1)

@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from tangram.core.demand import Demand
-from tangram.errors import InvalidAction
+from tangram.errors import InvalidAction, InvalidInput
 
 ID_LENGTH_MAX = 200
 """Ids are written in every log line; a longer one is a mistake or an attack."""
@@ -85,6 +85,38 @@ class Usage(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Seconds between Started and Finished that were ours, not the action's."""
     spent: dict[str, int] | None = None
     """Per spent pool kind, what was really spent where the grant was an estimate (tokens)."""
+
+    def __post_init__(self) -> None:
+        try:
+            if (
+                0.0 <= self.cpu_s < math.inf
+                and 0.0 <= self.throttled_s < math.inf
+                and 0.0 <= self.starved_s < math.inf
+                and 0.0 <= self.overhead_s < math.inf
+                and type(self.memory_peak_bytes) is int
+                and self.memory_peak_bytes >= 0
+                and self.spent is None
+            ):
+                return
+        except TypeError:
+            pass
+        self._require_measures()
+
+    def _require_measures(self) -> None:
+        """One number that is none would spoil everything that is learned of its class, so it does not get in."""
+        for field in ("cpu_s", "throttled_s", "starved_s", "overhead_s"):
+            value = getattr(self, field)
+            if type(value) not in (float, int) or not 0.0 <= value < math.inf:
+                raise InvalidInput(f"usage.{field}", value, "a finite number of seconds, at least 0")
+        if type(self.memory_peak_bytes) is not int or self.memory_peak_bytes < 0:
+            raise InvalidInput("usage.memory_peak_bytes", self.memory_peak_bytes, "a whole number of bytes, at least 0")
+        if self.spent is None:
+            return
+        if not isinstance(self.spent, dict):
+            raise InvalidInput("usage.spent", self.spent, "whole numbers of units by pool kind, or None")
+        for kind, units in self.spent.items():
+            if type(units) is not int or units < 0:
+                raise InvalidInput(f"usage.spent[{kind!r}]", units, "a whole number of units, at least 0")
 
 
 NO_USAGE = Usage()

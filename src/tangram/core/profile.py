@@ -35,6 +35,8 @@ THROTTLED_SHARE = 0.9
 KIND_TOLD = 16.0
 """So many observations of each key are told to its kind as well."""
 DURATION_FLOOR_S = 1e-4
+MEASURED_MAX = 1e12
+"""Seconds or units beyond which a number is the fault of a clock or a counter: 30 000 years."""
 
 ClassKey = tuple[str, ...]
 
@@ -162,7 +164,14 @@ class Knowledge:
         return self._with_hints(action, believed)
 
     def observe(self, action: Action, *, execution_s: float, units: float | None, cpu_s: float | None) -> None:
-        """The action ran for `execution_s` and used `cpu_s` of CPU; an elastic one on `units` cores or devices."""
+        """The action ran for `execution_s` and used `cpu_s` of CPU; an elastic one on `units` cores or devices. Numbers
+        that cannot have been measured teach nothing."""
+        if not (
+            0.0 <= execution_s < MEASURED_MAX
+            and (cpu_s is None or 0.0 <= cpu_s < MEASURED_MAX)
+            and (units is None or 0.0 < units < MEASURED_MAX)
+        ):
+            return
         exact = self._profile(self._classes, (action.run, action.task, action.kind, action.key))
         wider = self._profile(self._relatives, (action.run, action.kind, action.key))
         seconds = max(execution_s, DURATION_FLOOR_S)

@@ -181,13 +181,7 @@ class Scheduler:
         if not possible and not self.ledger.once_held(entry.needs, entry.node, entry.memory):
             self._refuse(action.id, "capacity", impossible(self, entry))
             return
-        self.entries[action.id] = entry
-        if place is not None:
-            self.places.join(place, entry)
-            if not place.node and len(place.actions) > 1:
-                self._want_together(place)
-        if action.deadline_s is not None:
-            self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
+        # Before anything is written: a policy that fails here leaves no action behind that is half submitted.
         entry.key = self.policy.order(entry, self.snapshot)
         try:
             comparable = entry.key <= math.inf
@@ -195,6 +189,13 @@ class Scheduler:
             comparable = False
         if not comparable:
             raise self.bug(f"policy {self.policy.name} orders {action.id} by {entry.key!r}, not by a number", entry)
+        self.entries[action.id] = entry
+        if place is not None:
+            self.places.join(place, entry)
+            if not place.node and len(place.actions) > 1:
+                self._want_together(place)
+        if action.deadline_s is not None:
+            self._timers.set(self.now + action.deadline_s, self._deadline_passed, entry)
         if entry.elastic and entry.estimate is not None:
             self.load.add(entry.elastic, entry.estimate.work_s * action.demand.pools[entry.elastic].min, self.now)
         if possible:
