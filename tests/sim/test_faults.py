@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
+import msgspec
 import pytest
 
-from tangram.core.action import Status
+from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import CPU, Demand, cores, fixed, learned
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
     Event,
+    Finished,
     NodeChanged,
     NodeState,
     Pool,
@@ -39,17 +44,44 @@ CHECK_EVERY = 7
 
 
 class Judge:
-    """Sees every event and effect, and knows which actions must still settle."""
+    """Stands between the engine and the scheduler: asks more of actions than a workload does, and sees everything.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Knows which actions must still settle, and how often each one ran.
+    """
+
+    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
         self.scheduler = scheduler
+        self.actions: dict[str, Action] = {}
         self.open: dict[str, None] = {}
-        self.settled: dict[str, Status] = {}
+        self.settled: dict[str, Outcome] = {}
+        self.ran: Counter[str] = Counter()
+        self.lost: dict[str, None] = {}
+        """Actions that died while they ran, whatever became of them."""
         self.events = 0
+        self._rng = random.Random(f"asked/{seed}")
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if isinstance(event, Submit):
+            event = Submit(action=self._asked(event.action))
+        effects = self.scheduler.handle(event, now)
+        self.see(now, event, effects)
+        return effects
+
+    def _asked(self, action: Action) -> Action:
+        """Episodes do not say these things."""
+        return msgspec.structs.replace(
+            action,
+            idempotent=self._rng.random() < 1 / 3,
+            priority=self._rng.choice((0, 0, 0, -2, 5)),
+            deadline_s=self._rng.choice((None, None, None, 400.0)),
+        )
 
     def see(self, now: float, event: Event, effects: list[Effect]) -> None:
         if isinstance(event, Submit):
+            self.actions[event.action.id] = event.action
             self.open[event.action.id] = None
+        elif isinstance(event, Started):
+            self._count(event.action)
         for effect in effects:
             if isinstance(effect, Refuse):
                 self.open.pop(effect.action, None)
@@ -57,18 +89,34 @@ class Judge:
                 outcome = effect.outcome
                 assert outcome.action in self.open, f"{outcome.action} settles again"
                 del self.open[outcome.action]
-                self.settled[outcome.action] = outcome.status
+                self.settled[outcome.action] = outcome
+        if isinstance(event, Finished) and event.lost:
+            self._after_a_loss(event.action)
         self.events += 1
         if self.events % CHECK_EVERY == 0:
             self.scheduler.check()
+
+    def _count(self, action: str) -> None:
+        self.ran[action] += 1
+        if self.ran[action] > 1:
+            assert self.actions[action].idempotent, f"{action} runs twice and may not"
+
+    def _after_a_loss(self, action: str) -> None:
+        """What may run again goes on, until it has used up its attempts; what may not settles at once."""
+        self.lost[action] = None
+        outcome = self.settled.get(action)
+        if not self.actions[action].idempotent:
+            assert outcome is not None, f"{action} may not run again and does not settle"
+        elif outcome is not None and outcome.status is Status.LOST:
+            assert outcome.attempts == self.scheduler.limits.attempts_max, f"{action} is given up too early"
 
 
 def play(seed: int, name: str) -> Judge:
     workload = build(WORKLOADS[seed % len(WORKLOADS)], batch=3, seed=seed)
     pools = Size(cores=6, nodes=2, devices=8).pools(workload)
     scheduler = Scheduler(policy(name), pools, limits=Limits(ageing_s=60.0, stranded_s=100.0))
-    judge = Judge(scheduler)
-    engine = Engine(workload, scheduler, pools, name=name, timeout_s=120.0, observer=judge.see)
+    judge = Judge(scheduler, seed)
+    engine = Engine(workload, judge, pools, name=name, timeout_s=120.0)
     inject(engine, draw(seed, until_s=300.0, count=10))
     engine.run()
     return judge
@@ -87,7 +135,22 @@ def test_with_faults_everything_settles_and_every_unit_comes_back(seed: int) -> 
         statistics = judge.scheduler.statistics()
         assert statistics.waiting == statistics.holding == statistics.sandboxes == 0
         assert all(pool["held"] == 0 for pool in statistics.pools.values())
-        assert Status.SUCCEEDED in judge.settled.values()
+        assert Status.SUCCEEDED in [outcome.status for outcome in judge.settled.values()]
+
+
+def test_a_lost_action_that_may_run_again_does_and_another_one_does_not() -> None:
+    ends: Counter[tuple[bool, Status]] = Counter()
+    for seed in range(30):
+        judge = play(seed, "adaptive")
+        for action in judge.lost:
+            idempotent, outcome = judge.actions[action].idempotent, judge.settled[action]
+            ends[idempotent, outcome.status] += 1
+            if outcome.status is Status.SUCCEEDED:
+                assert 1 < judge.ran[action] <= outcome.attempts
+            assert idempotent or judge.ran[action] == 1
+    assert ends[True, Status.SUCCEEDED] >= 5, "a fault that nothing survives tests nothing"
+    assert ends[False, Status.LOST] >= 5
+    assert ends[False, Status.SUCCEEDED] == 0
 
 
 def test_what_goes_wrong_is_drawn_from_the_seed_alone() -> None:
@@ -105,12 +168,16 @@ def test_what_goes_wrong_is_drawn_from_the_seed_alone() -> None:
 class Log:
     """A small simulation and all that happened in it."""
 
-    def __init__(self, *faults: Fault, nodes: int = 1, turns: int = 3, api: bool = False) -> None:
+    def __init__(
+        self, *faults: Fault, nodes: int = 1, turns: int = 3, api: bool = False, second_at: float | None = None
+    ) -> None:
         demand = Demand({"api": fixed(1)}) if api else Demand({CPU: cores(2)})
         step = Step(kind="exec", demand=demand, work_s=10.0)
         turn = Turn(think_s=0.0, steps=(step,))
         memory = 0 if api else 100
         episodes = [Episode(id="t", run="r", task="", memory=memory, turns=(turn,) * turns)]
+        if second_at is not None:
+            episodes.append(msgspec.structs.replace(episodes[0], id="u", start_s=second_at))
         workload = Workload(name="one", seed=0, episodes=tuple(episodes))
         pools: tuple[Pool, ...] = (Pool(kind="api", total=4),)
         if not api:
@@ -193,13 +260,15 @@ def test_a_shrunken_pool_keeps_its_numa_cells_and_is_whole_again_after_all_cuts(
 def test_a_pool_that_is_cut_while_its_node_is_down_has_its_size_when_the_node_is_back() -> None:
     log = Log(
         Fault(at=1.0, kind="node_loss", pick=0.0, lasts_s=10.0),
-        Fault(at=2.0, kind="shrink", pick=0.0, lasts_s=100.0, amount=0.5),
+        Fault(at=2.0, kind="shrink", pick=0.0, lasts_s=20.0, amount=0.5),
         nodes=2,
-        turns=5,
+        second_at=5.0,
     )
-    # The trajectory stood on n0 and is lost with it; a second one would be needed to see n0 come back.
-    assert log.statuses() == ["lost"]
-    assert log.totals("cpu@n0") == []
+    # The first trajectory stood on n0 and is lost with it; the second works on n1 and sees n0 come back.
+    assert log.statuses() == ["lost"] + ["succeeded"] * 3
+    states = [(now, m.node, m.state) for now, m in log.seen if isinstance(m, NodeChanged)]
+    assert states == [(1.0, "n0", NodeState.DOWN), (11.0, "n0", NodeState.UP)]
+    assert log.totals("cpu@n0") == [(11.0, 2000), (22.0, 4000)]
 
 
 def test_a_quota_cut_is_told_and_taken_back() -> None:
