@@ -60,8 +60,8 @@ GOALS = {
     },
     "sizing": {"cores_saved": at_least(0.75), "devices_saved": at_least(0.712)},
     "scheduler-cost": {
-        "us_per_action_1e3": at_most(60.0),
-        "growth_1e6": at_most(3.0),
+        "us_per_action_4e1": at_most(60.0),
+        "growth_4e2": at_most(3.0),
         "bytes_per_waiting": at_most(2048.0),
         "sim_actions_per_s": at_least(10_000.0),
     },
@@ -115,8 +115,9 @@ def test_ten_seeds_and_three_with_quick(module: object) -> None:
 
 
 def test_all_core_counts_of_the_goals_are_played() -> None:
-    assert tuple(coding.ACT_GOALS) == coding.FULL.cores == coding.QUICK.cores
+    assert tuple(coding.ACT_GOALS) == coding.FULL.cores
     assert set(coding.STEP_GOALS) < set(coding.FULL.cores)
+    assert {coding.QUICK.learning_cores} < set(coding.QUICK.cores) < set(coding.FULL.cores)
 
 
 def test_the_same_seeds_give_the_same_result_in_any_number_of_processes() -> None:
@@ -184,6 +185,14 @@ def test_devices_come_in_nodes_of_which_the_last_may_be_smaller() -> None:
 
 
 # ---- scheduler-cost -------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_named_after_the_depth_at_which_they_were_measured() -> None:
+    named = scheduler_cost.depth_name
+    assert (named(scheduler_cost.FULL.depth), named(scheduler_cost.FULL.depth_large)) == ("1e3", "1e6")
+    assert named(scheduler_cost.QUICK.depth_large) == "1e5"
+    assert small("scheduler-cost").settings["depth_large"] == 400
+    assert any("held 400 waiting actions, not 1,000,000" in note for note in small("scheduler-cost").notes)
 
 
 def test_the_queue_keeps_its_depth_while_it_turns_over() -> None:

@@ -84,7 +84,13 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL = Sizes()
-QUICK = Sizes(loads=(0.3, 0.7, 0.9), actions=800, seeds=3, ablations=FULL.ablations[:2])
+QUICK = Sizes(
+    loads=(0.3, 0.7, 0.9),
+    actions=600,
+    seeds=3,
+    ablations=(FULL.ablations[0], Ablation("paper_vs_fixed16", "fixed:16", 640, 128, Goal("about", 3.0))),
+)
+"""The large batch is halved together with its nodes: as many trajectories to a core."""
 
 
 def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
