@@ -17,6 +17,7 @@ from tangram.sim import cpushare
 from tangram.sim.cpushare import CpuShare, Usage, core_seconds, demand_cores, full_speed, shape
 
 CLOSE = 1e-6
+NEAR = 1e-4
 
 
 @dataclass
@@ -28,6 +29,10 @@ class Flow:
     weight: float
     used: float = 0.0
     slowed: float = 0.0
+    starved: float = 0.0
+    """Seconds in which it surely had less than its weight and its demand ..."""
+    borderline: float = 0.0
+    """... and those in which rounding decides."""
 
 
 @dataclass
@@ -54,11 +59,17 @@ class Fluid:
         return rates
 
     def advance(self, now: float) -> None:
+        contended = sum(flow.demand for flow in self.flows.values()) > self.capacity
         for key, rate in self.rates().items():
             flow, elapsed = self.flows[key], now - self.now
             flow.work -= rate * elapsed
             flow.used += rate * elapsed
             flow.slowed += (1.0 - rate / flow.demand) * elapsed
+            due = min(flow.weight, flow.demand)
+            if rate < due * (1.0 - NEAR):
+                flow.starved += elapsed
+            elif rate < due * (1.0 + NEAR) and contended:
+                flow.borderline += elapsed
         self.used += min(self.capacity, sum(flow.demand for flow in self.flows.values())) * (now - self.now)
         self.now = now
 
@@ -139,7 +150,12 @@ class Pair:
         assert usage.remaining_core_s == close(flow.work, flow.used)
         assert usage.used_core_s == close(flow.used)
         assert usage.slowed_s == close(flow.slowed, self.fluid.now)
+        self.compare_starved(usage.starved_s, flow)
         return usage
+
+    def compare_starved(self, starved_s: float, flow: Flow) -> None:
+        tolerance = CLOSE * max(1.0, self.fluid.now)
+        assert flow.starved - tolerance <= starved_s <= flow.starved + flow.borderline + tolerance
 
     def advance(self, now: float) -> None:
         self.fluid.advance(now)
@@ -153,6 +169,7 @@ class Pair:
         for key, flow in self.fluid.flows.items():
             assert self.share.used(key, now) == close(flow.used)
             assert self.share.slowed_s(key, now) == close(flow.slowed, now)
+            self.compare_starved(self.share.starved_s(key, now), flow)
 
 
 # Round values make ties and shared ratios, the others make neither.
@@ -280,7 +297,7 @@ def test_alone_an_action_takes_exactly_its_work_over_its_demand() -> None:
     share = CpuShare(4.0)
     share.add("a", 0.3, 0.1, 0.7, 5.0)
     assert share.next_completion() == (5.0 + 0.3 / 0.1, "a")
-    assert share.remove("a", 5.0 + 0.3 / 0.1) == Usage(0.0, close(0.3), 0.0)
+    assert share.remove("a", 5.0 + 0.3 / 0.1) == Usage(0.0, close(0.3), 0.0, 0.0)
     assert share.next_completion() is None
     assert share.busy == 0.0
 
@@ -292,7 +309,7 @@ def test_two_that_want_more_than_there_is_share_by_weight() -> None:
     assert share.next_completion() == (5.0, "heavy")
     assert share.used("light", 5.0) == close(5.0)
     assert share.slowed_s("light", 5.0) == close(5.0 * 2 / 3)
-    assert share.remove("heavy", 5.0) == Usage(0.0, close(10.0), close(5.0 / 3))
+    assert share.remove("heavy", 5.0) == Usage(0.0, close(10.0), close(5.0 / 3), 0.0)
     # The light one has the node to itself now: 5 core-seconds left on 3 cores.
     at, key = share.next_completion() or (0.0, "")
     assert (at, key) == (close(5.0 + 5.0 / 3), "light")
@@ -331,6 +348,30 @@ def test_demands_that_fill_the_node_but_for_rounding_are_not_contention() -> Non
     for i in range(640):
         share.add(f"a{i}", 1.0, 0.1, 0.1, 0.0)
     assert share.slowed_s("a0", 5.0) == 0.0
+
+
+def test_only_who_gets_less_than_its_weight_and_than_it_could_use_starves() -> None:
+    share = CpuShare(3.0)
+    share.add("modest", 100.0, 0.2, 1.0, 0.0)
+    share.add("greedy", 100.0, 4.0, 1.0, 0.0)
+    share.add("wide", 100.0, 4.0, 1.0, 0.0)
+    names = ("modest", "greedy", "wide")
+    assert share.slowed_s("greedy", 10.0) > 5.0
+    assert [share.starved_s(key, 10.0) for key in names] == [0.0, 0.0, 0.0], "slowed above what they reserved"
+    share.set_capacity(1.0, 10.0)
+    assert [share.starved_s(key, 14.0) for key in names] == [0.0, 4.0, 4.0], "0.4 cores each of one reserved"
+    share.reconfigure("greedy", 14.0, demand=0.1, weight=1.0)
+    assert [share.starved_s(key, 15.0) for key in names] == [0.0, 4.0, 5.0], "it could not use more"
+    share.set_capacity(3.0, 15.0)
+    assert share.remove("wide", 20.0).starved_s == 5.0
+
+
+def test_reserves_that_fill_the_node_but_for_rounding_starve_nobody() -> None:
+    share = CpuShare(6.4)
+    for i in range(64):
+        share.add(f"a{i}", 100.0, 1.0, 0.1, 0.0)
+    assert share.slowed_s("a0", 5.0) > 4.0
+    assert share.starved_s("a0", 5.0) == 0.0
 
 
 def test_without_capacity_nothing_progresses_and_nothing_is_forgotten() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tangram.core.action import Action
 from tangram.core.demand import CPU, GPU, Demand, cores, fixed, learned, one_of
+from tangram.core.lanes import Entry
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
@@ -24,7 +26,9 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import policy
+from tangram.core.policies.base import ArrivalOrder, Begin
 from tangram.core.scheduler import Scheduler
+from tangram.core.snapshot import Snapshot
 from tangram.core.speedup import LINEAR, PowerLaw
 from tangram.errors import InvalidConfig, InvariantError
 from tangram.sim.engine import Engine
@@ -114,6 +118,29 @@ def test_a_timeout_is_an_observation_and_the_episode_goes_on() -> None:
     result = simulate(work, "fcfs", cpu_node("n0", 4), timeout_s=20.0)
     assert [(row.status, row.ended_at) for row in result.rows] == [("timed_out", 20.0), ("succeeded", 22.0)]
     assert result.episodes_failed == 0
+
+
+class Thin(ArrivalOrder):
+    """Reserves a quarter of a core for what may use a whole one."""
+
+    name = "thin"
+
+    def reserve(self, entry: Entry, snapshot: Snapshot) -> int:
+        return 250
+
+    def plan(self, snapshot: Snapshot) -> Iterator[Begin]:
+        for candidate in snapshot.candidates():
+            yield Begin(candidate.entry, candidate.node, limit=1000)
+
+
+@pytest.mark.parametrize(("cores_later", "ends"), [(2.0, "timed_out"), (1.0, "lost")])
+def test_only_a_timeout_without_its_reserved_cpu_is_our_fault(cores_later: float, ends: str) -> None:
+    """Eight that reserve two cores and want eight: slowed all of them, but short only where the node has shrunk."""
+    pools = cpu_node("n0", 2)
+    work = workload(*(episode(f"t{k}", turn(call(demand=Demand({CPU: learned(4)})))) for k in range(8)))
+    engine = Engine(work, Scheduler(Thin(), pools), pools, timeout_s=15.0)
+    engine.at(1.0, engine.change_pool, cpu_node("n0", cores_later)[0])
+    assert {row.status for row in engine.run().rows} == {ends}
 
 
 def test_hints_tell_the_scheduler_the_duration_and_learning_does_not() -> None:

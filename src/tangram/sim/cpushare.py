@@ -11,11 +11,13 @@ one number for the node: cores per unit of weight, infinite while nobody is shor
 How it stays cheap. Actions with the same ratio `tau` = demand / weight are slowed alike, so they form a tier. A tier
 is *capped* (full speed) while level >= tau, else *floating* (its rate follows the level). Tiers lie sorted by tau, so
 those that float are the tail from one border on, and a change moves the border over the tiers that it concerns.
-Three clocks make sure that nothing else is touched:
+Four clocks make sure that nothing else is touched:
 
     time                          completions of capped tiers are kept in it
     given                         core-seconds per unit of weight; runs at `level`; completions of floating tiers
     full-speed time of a tier     time minus what the tier has lost to others; completions of its own actions
+    short                         seconds in which the level was below one: weights are reserves, so that whoever
+                                  floated then had less than its reserve, and less than it could use
 
 A tier that was never slowed has lost exactly nothing, so its actions complete exactly at start + work / demand.
 
@@ -45,6 +47,9 @@ stays three orders of magnitude below CAPACITY_SLACK."""
 TIME_DUST = 1e-9
 """Work that is this share of the present time away from completion is complete. A completion time is handed out as a
 rounded float, so at that time a few ulps of work are still left, or already overrun."""
+
+RESERVE_SLACK = 1e-6
+"""A level this close to one is one: reserves that fill the node add up to its capacity but for rounding."""
 
 HEAP_SLACK = 64
 """Outdated entries that a heap may carry on top of as many as it has valid ones before it is rebuilt."""
@@ -99,18 +104,24 @@ class Usage(NamedTuple):
     used_core_s: float
     slowed_s: float
     """Seconds lost to contention: the integral of 1 - rate / demand."""
+    starved_s: float
+    """Seconds in which its rate was below both its weight, which is what it has reserved, and its demand."""
 
 
 class _Running:
-    """One action. Its stamps hold since it entered its tier; what came before is in `used` and `slowed`."""
+    """One action. Its stamps hold since it entered its tier; what came before is in `used`, `slowed`, `starved_s`."""
 
-    __slots__ = ("demand", "entry", "finish", "key", "lost", "order", "since", "slowed", "tier", "used", "weight")
+    __slots__ = (
+        "demand", "entry", "finish", "key", "lost", "order", "since", "slowed", "starved", "starved_s", "tier", "used",
+        "weight",
+    )  # fmt: skip
 
     def __init__(self, key: str, order: int) -> None:
         self.key = key
         self.order = order
         self.used = 0.0
         self.slowed = 0.0
+        self.starved_s = 0.0
         self.tier: _Tier
         self.demand: float
         self.weight: float
@@ -119,6 +130,8 @@ class _Running:
         self.since: float
         self.lost: float
         """What its tier had lost at `since`."""
+        self.starved: float
+        """For how long its tier had starved at `since`."""
         self.entry: _Entry
         """Its valid entry in the heap of its tier."""
 
@@ -130,7 +143,9 @@ _Entry = tuple[float, int, _Running]
 class _Tier:
     """All actions of one tau. Full-speed time = time - lost."""
 
-    __slots__ = ("count", "demand", "entry", "floating", "given", "heap", "lost", "since", "tau", "weight")
+    __slots__ = (
+        "count", "demand", "entry", "floating", "given", "heap", "lost", "short", "since", "starved", "tau", "weight",
+    )  # fmt: skip
 
     def __init__(self, tau: float) -> None:
         self.tau = tau
@@ -147,11 +162,21 @@ class _Tier:
         self.since = 0.0
         self.given = 0.0
         """The node's clock of the same name at `since`."""
+        self.starved = 0.0
+        """Up to now if capped, up to `since` if floating."""
+        self.short = 0.0
+        """The node's clock of the same name at `since`."""
+
+    def begin_to_float(self, now: float, given: float, short: float) -> None:
+        self.floating, self.since, self.given, self.short = True, now, given, short
 
     def lost_at(self, now: float, given: float) -> float:
         if not self.floating:
             return self.lost
         return self.lost + max(0.0, now - self.since - (given - self.given) / self.tau)
+
+    def starved_at(self, short: float) -> float:
+        return self.starved + (short - self.short) if self.floating else self.starved
 
     def drop_outdated(self) -> None:
         """Make the first entry valid, and the heap small."""
@@ -187,6 +212,7 @@ class CpuShare:
         self._floating_weight = 0.0
         self._level = math.inf
         self._given = 0.0
+        self._short = 0.0
         self._busy = 0.0
         self._used = 0.0
         self._used_by_removed = 0.0
@@ -212,7 +238,7 @@ class CpuShare:
         del self._running[key]
         self._used_by_removed += action.used
         self._rebalance()
-        return Usage(remaining, action.used, action.slowed)
+        return Usage(remaining, action.used, action.slowed, action.starved_s)
 
     def reconfigure(self, key: str, now: float, *, demand: float, weight: float, scale: float = 1.0) -> None:
         """Change what an action can use and its weight; what is left of its work is multiplied by `scale`."""
@@ -266,6 +292,12 @@ class CpuShare:
         self._advance(now)
         return action.slowed + action.tier.lost_at(now, self._given) - action.lost
 
+    def starved_s(self, key: str, now: float) -> float:
+        """Seconds in which a running action got less than its weight and less than it could use."""
+        action = self._find(key)
+        self._advance(now)
+        return action.starved_s + action.tier.starved_at(self._short) - action.starved
+
     def _find(self, key: str) -> _Running:
         action = self._running.get(key)
         if action is None:
@@ -278,6 +310,8 @@ class CpuShare:
             self._used += self._busy * elapsed
             if self._floating_weight:
                 self._given += self._level * elapsed
+                if self._level < 1.0 - RESERVE_SLACK:
+                    self._short += elapsed
             self._now = now
         elif elapsed != 0.0:
             raise InvariantError(f"time never goes back: it is {self._now!r}, but a call says {now!r}")
@@ -289,7 +323,7 @@ class CpuShare:
         now = self._now
         lost = tier.lost_at(now, self._given)
         action.tier, action.demand, action.weight = tier, demand, weight
-        action.since, action.lost = now, lost
+        action.since, action.lost, action.starved = now, lost, tier.starved_at(self._short)
         action.finish = now - lost + work / demand
         action.entry = (action.finish, action.order, action)
         tier.count += 1
@@ -307,7 +341,8 @@ class CpuShare:
         if left_s < -dust:
             raise InvariantError(f"action {action.key!r} ran {-left_s:g} s past its completion, now is {now!r}")
         action.used += action.demand * max(0.0, now - action.since - (lost - action.lost))
-        action.slowed += lost - action.lost
+        action.slowed += max(0.0, lost - action.lost)
+        action.starved_s += tier.starved_at(self._short) - action.starved
         entry, action.entry = action.entry, _GONE
         tier.count -= 1
         self._count(tier, -action.demand, -action.weight)
@@ -337,7 +372,7 @@ class CpuShare:
         if tau <= self._level:
             self._border += 1
         else:
-            tier.floating, tier.since, tier.given = True, self._now, self._given
+            tier.begin_to_float(self._now, self._given, self._short)
         return tier
 
     def _close(self, tier: _Tier) -> None:
@@ -390,7 +425,7 @@ class CpuShare:
     def _float(self, tier: _Tier) -> None:
         """The last capped tier starts to follow the level."""
         self._border -= 1
-        tier.floating, tier.since, tier.given = True, self._now, self._given
+        tier.begin_to_float(self._now, self._given, self._short)
         self._floating_demand += tier.demand
         self._floating_weight += tier.weight
         self._announce(tier)
@@ -399,6 +434,7 @@ class CpuShare:
         """The first floating tier gets all that it can use."""
         self._border += 1
         tier.lost = tier.lost_at(self._now, self._given)
+        tier.starved = tier.starved_at(self._short)
         tier.floating = False
         self._floating_demand -= tier.demand
         self._floating_weight -= tier.weight

@@ -386,7 +386,7 @@ class Engine:
         if CPU in kinds and live.node in self.cpus:
             used = self.cpus[live.node].remove(live.action.id, self.now)
             self._next_on(live.node)
-            return Usage(cpu_s=used.used_core_s, throttled_s=used.slowed_s, starved_s=used.slowed_s)
+            return Usage(cpu_s=used.used_core_s, throttled_s=used.slowed_s, starved_s=used.starved_s)
         if CPU not in kinds and GPU not in kinds:
             self._apis.leave(live.action)
         return Usage()
