@@ -317,9 +317,9 @@ class Bed:
     def _finish(self, action: str) -> None:
         running = self._running.pop(action)
         self._cores_wanted -= running.cores
-        own_s = self._progress_s - running.started_at
+        own_s = max(0.0, self._progress_s - running.started_at)
         slowed_s = max(0.0, self.now - running.started_now - own_s)
-        usage = Usage(cpu_s=running.step.busy * running.width * own_s, throttled_s=slowed_s, starved_s=slowed_s)
+        usage = Usage(cpu_s=running.step.busy * running.width * own_s, throttled_s=slowed_s)
         self.ended += 1
         self._send(Finished(action=action, usage=usage))
         self.fill(self._depth)
