@@ -344,6 +344,25 @@ def test_learned_cpu_may_be_resized_too(cluster: Make) -> None:
     assert c.free("cpu@n0") == 7950
 
 
+def test_an_action_that_aged_since_it_was_fitted_starts_with_what_was_free_for_it(cluster: Make) -> None:
+    """Aged, its policy would reserve a core and more for it; but it was fitted, moments ago, with a sliver."""
+    c = cluster(*cpu_node("n0", 4), policy="adaptive")
+    c.submit("teach", {"cpu": learned(4)})
+    c.started("teach")
+    c.now = 100.0
+    c.finished("teach", cpu_s=100.0)
+    for name, count in (("big", 3.5), ("small", 0.5)):
+        c.submit(name, {"cpu": cores(count)})
+        c.started(name)
+    c.submit("aged", {"cpu": learned(4)})
+    c.now = 699.0
+    c.send(PoolChanged(pool=cpu_node("n0", 4)[0]))
+    c.now = 700.5
+    c.finished("small", cpu_s=1.0)
+    assert c.starts() == ["aged"]
+    assert c.start("aged").grant.shares[0].reserved <= 500
+
+
 # ---- units kept aside while a plan is made ----------------------------------------------------------------------
 
 
