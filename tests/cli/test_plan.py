@@ -19,6 +19,11 @@ def test_the_curve_and_the_answer_are_printed(cli, tmp_path: Path) -> None:
     assert report.read_text().startswith("<!doctype html>")
 
 
+def test_the_report_is_named_as_it_was_given(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "\nreport: plan.html\n" in cli("plan", *SMALL, "--report", "plan.html").out
+
+
 def test_json_holds_the_answer_and_every_point(cli) -> None:
     found = cli("plan", *SMALL, "--target", "p95", "--json").json
     assert (found["target"], found["resource"], found["like"]) == ("p95", "cores", "pods:0.5")
@@ -38,6 +43,13 @@ def test_the_command_in_the_json_reproduces_it(cli) -> None:
 def test_devices_are_sized_where_the_work_uses_them(cli) -> None:
     found = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--json").json
     assert (found["resource"], found["reference"]["size"]) == ("devices", 40)
+
+
+def test_today_a_service_has_fixed_devices_not_pods(cli, tmp_path: Path) -> None:
+    report = tmp_path / "plan.html"
+    told = cli("plan", "teachers", "--batch", 40, "--seeds", 1, "--workers", 1, "--report", report).out
+    assert "fixed devices today" in told and "fewer than 40 fixed devices." in told
+    assert "pods" not in told and "40 devices, fixed devices" in report.read_text()
 
 
 def test_a_recorded_trace_is_sized(cli, recording: Path) -> None:

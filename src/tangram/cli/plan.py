@@ -52,7 +52,8 @@ def plan(
         typer.Option(
             "--like",
             metavar="NAME@SIZE",
-            help="Today's reservation, such as pods:1@256. Default: pods:0.5 with its request for every trajectory.",
+            help="Today's reservation, such as pods:1@256. Default: pods:0.5 with its request for every trajectory, and"
+            " fixed devices for every service.",
         ),
     ] = None,
     resource: Annotated[
@@ -175,7 +176,7 @@ def _print(answer: Plan) -> None:
         bar = _bar(min(value, longest), longest, answer.target_s, width)
         table.add_row(*_cells(answer, point), mark, bar, style=style)
     table.add_section()
-    table.add_row(*_cells(answer, answer.reference), "", f"{answer.like} today")
+    table.add_row(*_cells(answer, answer.reference), "", f"{answer.today} today")
     console.print(table)
     console.print(answer.sentence(), highlight=False, markup=False)
 

@@ -78,7 +78,7 @@ def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, 
 
 
 def where_to_look(report: Path) -> None:
-    typer.echo(f"report: {report.resolve()}\nopen it in a browser, for example with: xdg-open {report}")
+    typer.echo(f"report: {report}\nopen it in a browser, for example with: xdg-open {report}")
 
 
 def seeds(numbers: tuple[int, ...]) -> str:

@@ -114,6 +114,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.smallest is None else 1.0 - self.smallest / self.reference.size
 
     @property
+    def today(self) -> str:
+        """What is reserved today, in words: pods take no devices, those are fixed for each service."""
+        return "fixed devices" if self.resource == "devices" and self.like.startswith("pods") else self.like
+
+    @property
     def digits(self) -> int:
         """More digits than usual that tell every size that misses the target from it."""
         return digits_apart([_value(point, self.target) for point in self.points], self.target_s)
@@ -126,7 +131,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The answer in words."""
         goal = f"{self.target} ACT of {seconds(self.target_s, self.digits)}"
-        today = f"{self.like} on {self.reference.size} {self.resource}"
+        size = self.reference.size
+        today = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {size} {self.resource}"
         if self.smallest is None or self.saved is None:
             most = self.points[-1].size
             told = f"{self.policy} does not reach a {goal}, even with {most} {self.resource}; today: {today}."
@@ -151,7 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def _losses(self) -> Iterator[str]:
         if self.reference.failed:
             yield (
-                f"Under {self.like} {self.reference.failed:.1f} trajectories did not complete: its ACT is that of less"
+                f"Under {self.today} {self.reference.failed:.1f} trajectories did not complete: its ACT is that of less"
                 " work."
             )
         if any(point.failed for point in self.points):

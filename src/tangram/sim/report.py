@@ -263,10 +263,10 @@ def plan_page(answer: Plan, command: str) -> str:
         points,
         chosen=answer.smallest,
         target_s=answer.target_s,
-        reference=(answer.reference.size, getattr(answer.reference, column), answer.like),
+        reference=(answer.reference.size, getattr(answer.reference, column), answer.today),
         words=(answer.resource, aimed),
     )
-    keys = legend([("p1", answer.policy), ("p0", f"{answer.like}, today's reservation")], "dashed: the target")
+    keys = legend([("p1", answer.policy), ("p0", f"{answer.today}, today's reservation")], "dashed: the target")
     body = [
         f'<span class="label">simulated</span><span class="label">{escape(answer.workload)}</span>',
         f"<h1>{escape(_plan_headline(answer))}</h1>",
@@ -308,7 +308,7 @@ def _plan_table(answer: Plan) -> str:
         )
         for point in answer.points
     ]
-    rows.append(row(f"{answer.reference.size} {answer.resource}, {answer.like}", answer.reference, "today", ""))
+    rows.append(row(f"{answer.reference.size} {answer.resource}, {answer.today}", answer.reference, "today", ""))
     return (
         f'<div class="wide"><table><thead><tr><th>{escape(answer.policy)} on</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
