@@ -31,15 +31,16 @@ test: $(STAMP) ## run all tests, or those that ARGS selects: ARGS="tests/core -x
 	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
 lint: $(STAMP) ## check format, lint rules and types
-	@$(VENV)/bin/ruff format --check src tests
-	$(VENV)/bin/ruff check src tests
+	@$(VENV)/bin/ruff format --check src tests docs
+	$(VENV)/bin/ruff check src tests docs
 	$(VENV)/bin/mypy
 
 bench: $(STAMP) ## run the benchmarks; ARGS=--quick for a short look
 	@$(VENV)/bin/tangram bench all $(ARGS)
 
-docs: $(STAMP) ## write the generated pages of docs/ anew
+docs: $(STAMP) ## write the generated pages of docs/ anew, and all outputs that the documentation shows
 	@$(VENV)/bin/python -m tangram.cli.reference
+	$(VENV)/bin/python docs/outputs.py
 
 clean: ## delete build/ and all caches; .venv stays, delete it by hand to start over
 	@rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,115 @@
+"""The outputs in the documentation: `python docs/outputs.py` runs what they come from and pastes them anew.
+
+A comment before a block marks it. Everything runs in one temporary directory, page by page and from top to bottom, so
+a file that a block writes is there for the next; a command that was run before is not run again.
+
+    <!-- run -->              a console block: its commands are run, their output is not shown
+    <!-- output -->           a console block: below each `$ command` stands what it prints
+    <!-- output: COMMAND -->  the same, for a block whose one command stands for COMMAND
+    <!-- output -->           a text block: what the Python block before it prints
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>run|output)(?:: (?P<command>[^\n]+))? -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+COMMAND_S_MAX = 100.0
+"""A documented command that takes longer is no example."""
+
+
+class Shell:
+    """Runs commands in one directory, each once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        scripts = Path(sys.executable).parent
+        self._environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"}
+        self._printed: dict[str, str] = {}
+
+    def run(self, command: str) -> str:
+        if command not in self._printed:
+            done = subprocess.run(
+                command,
+                shell=True,
+                cwd=self.directory,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_S_MAX,
+            )
+            if done.returncode or done.stderr:
+                raise SystemExit(f"{command}\nexit code {done.returncode}\n{done.stderr}")
+            lines = [line.rstrip() for line in done.stdout.splitlines()]
+            self._printed[command] = "\n".join(lines).strip("\n") + "\n"
+        return self._printed[command]
+
+
+def renewed(page: str, shell: Shell) -> str:
+    """The page with every marked block made anew. A page without marks stays as it is, and nothing of it runs."""
+    if not any(block["mark"] for block in BLOCK.finditer(page)):
+        return page
+    program = types.ModuleType("__main__")
+    printed = ""
+
+    def block_anew(block: re.Match[str]) -> str:
+        nonlocal printed
+        if block["language"] == "python":
+            printed = _run_python(block["text"], program, shell.directory)
+        if not block["mark"]:
+            return block[0]
+        text = printed if block["language"] == "text" else _console(block, shell)
+        start, end = block.span("text")
+        return block[0][: start - block.start()] + text + block[0][end - block.start() :]
+
+    return BLOCK.sub(block_anew, page)
+
+
+def _console(block: re.Match[str], shell: Shell) -> str:
+    text = ""
+    for line in re.findall(r"^\$ .+\n", block["text"], re.MULTILINE):
+        output = shell.run(block["command"] or line.removeprefix("$ ").strip())
+        text += line + (output if block["mark"] == "output" else "")
+    return text
+
+
+def _run_python(text: str, program: types.ModuleType, directory: Path) -> str:
+    """The Python of a page is one program, as in its test."""
+    printed = io.StringIO()
+    before, sys.modules["__main__"] = sys.modules["__main__"], program
+    try:
+        with contextlib.chdir(directory), contextlib.redirect_stdout(printed):
+            exec(compile(text, "<documentation>", "exec", dont_inherit=True), vars(program))
+    finally:
+        sys.modules["__main__"] = before
+    return printed.getvalue()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        shell = Shell(Path(directory))
+        (shell.directory / "build").mkdir()
+        for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+            before = path.read_text(encoding="utf-8")
+            after = renewed(before, shell)
+            if after != before:
+                path.write_text(after, encoding="utf-8")
+                print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
