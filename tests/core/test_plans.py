@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tangram.core.demand import cores
-from tangram.core.messages import Reserve, cpu_node
-from tangram.core.policies.base import ArrivalOrder, Begin
+from tangram.core.demand import cores, fixed, learned
+from tangram.core.messages import NodeChanged, NodeState, Pool, Reserve, cpu_node
+from tangram.core.policies.base import Adjust, ArrivalOrder, Begin, Hold, Preload
 from tangram.core.snapshot import Snapshot
 from tangram.errors import InvariantError
 
@@ -115,6 +115,142 @@ def test_a_plan_that_starts_an_action_away_from_its_sandbox_stops(cluster: Make)
     with pytest.raises(InvariantError, match="plan starts an action of sandbox b on n1, but it stands on n0") as caught:
         c.submit("a", ONE, sandbox="b")
     assert len(caught.value.story) == 1
+
+
+@pytest.mark.parametrize("decide", [Begin, Hold])
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ("n9", "plan starts a on 'n9', expected a node that is known"),
+        (None, "plan starts a on None, expected a node that is known"),
+        (["n0"], r"plan starts a on \['n0'\], expected a node that is known"),
+        ("", "plan starts a on '', which has no cpu"),
+        ("g0", "plan starts a on 'g0', which has no cpu"),
+        ("draining", "plan starts a on draining, which is draining"),
+        ("down", "plan starts a on down, which is down"),
+        ("bare", "plan starts a on bare, which has no memory for its sandbox"),
+    ],
+)
+def test_a_plan_for_a_node_that_cannot_run_the_action_stops(
+    cluster: Make, decide: Callable[..., Any], node: Any, message: str
+) -> None:
+    policy = Told(lambda snapshot: (decide(c.entry, node) for c in snapshot.candidates()))
+    others = [pool for name in ("draining", "down") for pool in cpu_node(name, 4, 1.0)]
+    c = cluster(
+        *cpu_node("n0", 4, 1.0), *others, *cpu_node("bare", 4), Pool(kind="gpu", node="g0", total=1), policy=policy
+    )
+    c.send(NodeChanged(node="draining", state=NodeState.DRAINING))
+    c.send(NodeChanged(node="down", state=NodeState.DOWN))
+    c.send(Reserve(sandbox="box", memory=512))
+    with pytest.raises(InvariantError, match=f"policy told: {message}") as caught:
+        c.submit("a", ONE, sandbox="box")
+    assert "Submit" in caught.value.story[0]
+    assert all(pool.held == 0 for pool in c.scheduler.ledger.pools.values())
+
+
+def test_what_has_its_sandbox_on_a_node_that_drains_goes_on(cluster: Make) -> None:
+    c = cluster(*NODE, policy=Told())
+    c.send(Reserve(sandbox="box", memory=0, node="n0"))
+    c.send(NodeChanged(node="n0", state=NodeState.DRAINING))
+    c.submit("a", ONE, sandbox="box")
+    assert c.starts() == ["a"]
+
+
+@pytest.mark.parametrize("field", ["units", "limit", "width"])
+@pytest.mark.parametrize("value", [1000.0, True, -1000, None, "1000", math.nan])
+def test_an_amount_that_is_no_whole_number_is_not_begun(cluster: Make, field: str, value: Any) -> None:
+    c = cluster(
+        *NODE, policy=Told(lambda snapshot: (Begin(c.entry, c.node, **{field: value}) for c in snapshot.candidates()))
+    )
+    with pytest.raises(
+        InvariantError, match=f"policy told: plan begins a with .*{field} {value!r}.* whole numbers"
+    ) as caught:
+        c.submit("a", {"cpu": learned(4)})
+    assert "Submit" in caught.value.story[0]
+    assert c.free("cpu@n0") == 4000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"review_s": math.nan}, "plan reviews a after nan"),
+        ({"review_s": "soon"}, "plan reviews a after 'soon'"),
+        ({"riders": ("b",)}, r"plan begins a with riders \('b',\), expected waiting entries"),
+        ({"riders": 3}, "plan begins a with riders 3, expected waiting entries"),
+    ],
+)
+def test_a_review_without_a_time_and_riders_that_are_none_are_named(
+    cluster: Make, fields: dict[str, Any], message: str
+) -> None:
+    c = cluster(*NODE, policy=Told(lambda snapshot: (Begin(c.entry, c.node, **fields) for c in snapshot.candidates())))
+    with pytest.raises(InvariantError, match=f"policy told: {message}"):
+        c.submit("a", ONE)
+    assert c.free("cpu@n0") == 4000
+
+
+@pytest.mark.parametrize("decision", [Begin("a", "n0"), Hold("a", "n0"), Adjust("a", 1, 1)])  # type: ignore[arg-type]
+def test_a_decision_about_no_entry_is_named(cluster: Make, decision: Any) -> None:
+    c = cluster(*NODE, policy=Told(lambda snapshot: [decision]))
+    with pytest.raises(InvariantError, match=r"policy told: plan names 'a' in a .*, expected an entry of the snapshot"):
+        c.submit("a", ONE)
+
+
+@pytest.mark.parametrize(("reserved", "limit"), [(2000.0, 4000), (2000, 4000.0), (True, True), (2000, None)])
+def test_a_size_that_is_no_whole_number_is_not_given(cluster: Make, reserved: Any, limit: Any) -> None:
+    policy = Told()
+    c = cluster(*NODE, policy=policy)
+    c.submit("a", {"cpu": cores(1, 4)})
+    entry = c.scheduler.entries["a"]
+    policy._plan = lambda snapshot: [Adjust(entry, reserved, limit)]
+    with pytest.raises(InvariantError, match=r"policy told: plan resizes a to .*, expected whole numbers") as caught:
+        c.submit("b", ONE)
+    assert "Submit" in caught.value.story[0]
+    assert c.free("cpu@n0") == 3000
+
+
+@pytest.mark.parametrize(
+    ("node", "units", "message"),
+    [
+        ("n0", 1, "plan preloads judge on 'n0', which has no gpu"),
+        ("n9", 1, "plan preloads judge on 'n9', which has no gpu"),
+        ("g0", 3, "plan preloads judge on 3 devices of g0, which are not free"),
+        ("g0", 0, "plan preloads judge on 0 devices of g0, which are not free"),
+        ("g0", 1.0, "plan preloads judge on 1.0 devices of g0, which are not free"),
+    ],
+)
+def test_a_preload_where_it_cannot_be_is_named(cluster: Make, node: str, units: Any, message: str) -> None:
+    gpu = Pool(kind="gpu", node="g0", total=2)
+    c = cluster(*NODE, gpu, policy=Told(lambda snapshot: [Preload("judge", node, units)]))
+    with pytest.raises(InvariantError, match=f"policy told: {message}"):
+        c.submit("a", ONE)
+
+
+@pytest.mark.parametrize("reserve", [None, "1000", 500.0, True, 0, -250])
+def test_a_reserve_that_is_no_whole_number_of_milli_cores_is_named(cluster: Make, reserve: Any) -> None:
+    class Odd(Told):
+        def reserve(self, entry: object, snapshot: object) -> Any:
+            return reserve
+
+    c = cluster(*NODE, policy=Odd())
+    with pytest.raises(
+        InvariantError, match=f"policy told reserves {reserve!r} for a, expected .* whole number"
+    ) as caught:
+        c.submit("a", {"cpu": learned(4)})
+    assert "Submit" in caught.value.story[0]
+    assert c.free("cpu@n0") == 4000
+
+
+def test_of_a_start_that_oversells_one_pool_the_others_are_given_back(cluster: Make) -> None:
+    policy = Told()
+    c = cluster(*NODE, Pool(kind="api", total=1), policy=policy)
+    c.submit("all", {"cpu": cores(4)})
+    c.submit("a", {"cpu": cores(1, 4), "api": fixed(1)})
+    c.submit("b", {"cpu": cores(1, 4), "api": fixed(1)})
+    policy._plan = lambda snapshot: [Begin(c.scheduler.entries[name], "n0") for name in "ab"]
+    with pytest.raises(InvariantError, match="policy told: plan oversells api"):
+        c.run("all")
+    assert (c.free("cpu@n0"), c.free("api")) == (3000, 0)
+    c.scheduler.grants.check()
 
 
 def test_the_story_of_a_wrong_plan_is_told_once(cluster: Make) -> None:

@@ -71,39 +71,49 @@ class Grants:
     # ---- taking ----
 
     def take(self, entry: Entry, decision: Begin) -> tuple[Share, ...]:
-        """Hold every pool of the demand. It raises rather than take a part: the plan is wrong then, or we are."""
+        """Hold every pool of the demand, or none: where one has too little the plan is wrong, or we are."""
         node, demand = decision.node, entry.action.demand
         key_kind = entry.elastic or _width_kind(demand.pools)
         holdings: list[Holding] = []
         shares: list[Share] = []
-        for kind, amounts in demand.pools.items():
-            pool = self._snapshot.pool(kind, node)
-            if kind == key_kind:
-                units = self._units(entry, amounts, pool, decision.units, decision.width)
-            else:
-                units = self._units(entry, amounts, pool)
-            if kind == GPU:
-                holding = self._take_devices(entry, pool, units)
-            else:
-                holding = self._ledger.hold(pool, units, entry.run.usage)
-            limit = holding.units
+        try:
+            for kind, amounts in demand.pools.items():
+                pool = self._snapshot.pool(kind, node)
+                if kind == key_kind:
+                    units = self._units(entry, amounts, pool, decision.units, decision.width)
+                else:
+                    units = self._units(entry, amounts, pool)
+                if kind == GPU:
+                    holding = self._take_devices(entry, pool, units)
+                else:
+                    holding = self._ledger.hold(pool, units, entry.run.usage)
+                holdings.append(holding)
+                limit = holding.units if kind != CPU else max(units, decision.limit)
+                shares.append(Share(pool.name, holding.units, limit, holding.cells))
+        except InvariantError:
+            for holding in holdings:
+                self._ledger.give_back(holding, refund=True)
+            raise
+        for holding, share in zip(holdings, shares, strict=True):
+            kind = holding.pool.kind
             if kind == CPU:
-                limit = max(units, decision.limit)
-                entry.reserved, entry.limit = units, limit
+                entry.reserved, entry.limit = holding.units, share.limit
                 if entry.elastic == CPU:
-                    self.elastic_by_pool.setdefault(pool.name, {})[entry.id] = entry
-                    pool.elastic_held += units
-                    pool.elastic_min += amounts.min
-                    self._snapshot.changed[pool.name] = pool
+                    self._count_elastic(entry, holding)
             if kind == key_kind:
                 entry.width = decision.width or holding.units
-            holdings.append(holding)
-            shares.append(Share(pool.name, holding.units, limit, holding.cells))
         entry.holdings = tuple(holdings)
         if entry.elastic != CPU:
             entry.limit = max(entry.limit, entry.width)
         self.holding[entry.id] = entry
         return tuple(shares)
+
+    def _count_elastic(self, entry: Entry, holding: Holding) -> None:
+        pool = holding.pool
+        self.elastic_by_pool.setdefault(pool.name, {})[entry.id] = entry
+        pool.elastic_held += holding.units
+        pool.elastic_min += entry.action.demand.pools[CPU].min
+        self._snapshot.changed[pool.name] = pool
 
     def _units(self, entry: Entry, amounts: Amounts, pool: PoolState, units: int = 0, width: int = 0) -> int:
         """What the plan gives of one pool, or the minimum; checked against the demand. Of CPU an amount between those
@@ -138,7 +148,9 @@ class Grants:
         for kind, amounts in rider.action.demand.pools.items():
             pool = self._snapshot.pool(kind, node)
             if kind == GPU:
-                holding = next(held for held in leader.holdings if held.pool is pool)
+                holding = next((held for held in leader.holdings if held.pool is pool), None)
+                if holding is None:
+                    raise InvariantError(f"plan lets {rider.id} ride with {leader.id}, which has no devices")
                 if holding.units < amounts.min:
                     raise InvariantError(
                         f"plan lets {rider.id} ride on {holding.units} devices; it needs {amounts.min}"

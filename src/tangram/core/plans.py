@@ -1,18 +1,20 @@
 """Plans: a round of decisions, carried out one by one.
 
 Owns the way from a policy's decision to the effects that managers see. Writes each decision before it asks for the
-next, so that the policy always sees what is true. A wrong decision raises InvariantError with the story of its action.
+next, so that the policy always sees what is true. A wrong decision raises InvariantError with the name of the policy
+and the story of its action, before it is written.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tangram.core.action import State
-from tangram.core.demand import GPU
+from tangram.core.demand import GPU, MEMORY
 from tangram.core.lanes import Entry, Place
-from tangram.core.messages import Grant, Resize, Restore, Share, Start
+from tangram.core.messages import Grant, NodeState, Resize, Restore, Share, Start
 from tangram.core.policies.base import Adjust, Begin, Decision, Hold, Preload
 from tangram.errors import InvariantError
 
@@ -85,21 +87,65 @@ class Plans:
                 raise InvariantError(f"policy {name} decided {decision!r}, expected {expected}")
         except InvariantError as error:
             entry = getattr(decision, "entry", None)
-            if error.story or not isinstance(entry, Entry):
+            if error.story:
                 raise
-            raise self._scheduler.bug(error.what, entry) from error
+            name = f"policy {self._scheduler.policy.name}"
+            what = error.what if error.what.startswith(name) else f"{name}: {error.what}"
+            story = self._scheduler.story(entry.id) if isinstance(entry, Entry) else []
+            raise InvariantError(what, story) from error
         return False
 
+    # ---- what a decision may say ----
+
+    def _require_begin(self, decision: Begin) -> None:
+        """Whole numbers of units and a time: anything else would be found out later, by somebody else."""
+        units, limit, width, riders = decision.units, decision.limit, decision.width, decision.riders
+        if not (type(units) is type(limit) is type(width) is int and units >= 0 and limit >= 0 and width >= 0):
+            raise InvariantError(
+                f"plan begins {decision.entry.id} with units {units!r}, limit {limit!r} and width {width!r}, "
+                "expected whole numbers, at least 0"
+            )
+        if decision.review_s:
+            _require_review(decision)
+        if not riders:
+            return
+        if type(riders) is not tuple or not all(type(rider) is Entry for rider in riders):
+            raise InvariantError(f"plan begins {decision.entry.id} with riders {riders!r}, expected waiting entries")
+        for rider in riders:
+            self._require_node(rider, decision.node)
+
+    def _require_node(self, entry: Entry, node: str) -> None:
+        """May the action run there? Whoever has its sandbox on a node that drains goes on."""
+        ledger, place = self._scheduler.ledger, entry.place
+        if type(node) is not str or (node and node not in ledger.nodes):
+            raise InvariantError(f"plan starts {entry.id} on {node!r}, expected a node that is known")
+        if node and place is not None and place.node and place.node != node:
+            raise InvariantError(
+                f"plan starts an action of sandbox {place.id} on {node}, but it stands on {place.node}"
+            )
+        if node and ledger.nodes[node] is not NodeState.UP and entry.node != node:
+            raise InvariantError(f"plan starts {entry.id} on {node}, which is {ledger.nodes[node].value}")
+        for kind, _ in entry.needs:
+            pools = ledger.kinds.get(kind, {})
+            if node not in pools and "" not in pools:
+                raise InvariantError(f"plan starts {entry.id} on {node!r}, which has no {kind}")
+        if node and entry.memory and node not in ledger.kinds.get(MEMORY, {}):
+            raise InvariantError(f"plan starts {entry.id} on {node}, which has no memory for its sandbox")
+
+    # ---- doing it ----
+
     def _begin(self, decision: Begin) -> None:
-        entry, node = decision.entry, decision.node
+        entry, node = _entry(decision), decision.node
         if entry.state is not State.QUEUED:
             self._scheduler.expect(entry, State.QUEUED, "plan starts it")
+        self._require_begin(decision)
         if self._aside:
             self._grants.let_go()
+        self._require_node(entry, node)
         if not self._aside or self._aside.pop(entry.id, None) is None:
             self._queue.dequeue(entry)
         place = entry.place
-        if place is not None and place.node != node and node:
+        if place is not None and node and not place.node:
             self._settle_down(place, node)
         shares = self._grants.take(entry, decision)
         self._launch(entry, node, shares, entry.id if decision.riders else "")
@@ -111,10 +157,6 @@ class Plans:
 
     def _settle_down(self, place: Place, node: str) -> None:
         """The first action of a sandbox has chosen its node; the others wait for that node from now on."""
-        if place.node:
-            raise InvariantError(
-                f"plan starts an action of sandbox {place.id} on {node}, but it stands on {place.node}"
-            )
         waiting = [entry for entry in place.actions.values() if entry.lane is not None]
         for entry in waiting:
             self._queue.dequeue(entry)
@@ -133,8 +175,13 @@ class Plans:
         self._scheduler.effects.append(Start(action=entry.action, grant=entry.grant))
 
     def _adjust(self, decision: Adjust) -> None:
-        entry = decision.entry
+        entry = _entry(decision)
+        if type(decision.reserved) is not int or type(decision.limit) is not int:
+            raise InvariantError(
+                f"plan resizes {entry.id} to {decision.reserved!r} (limit {decision.limit!r}), expected whole numbers"
+            )
         if decision.review_s:
+            _require_review(decision)
             self._scheduler.review(entry, decision.review_s)
         before = entry.reserved
         if decision.reserved == before and decision.limit == entry.limit:
@@ -146,8 +193,9 @@ class Plans:
         self._scheduler.effects.append(effect)
 
     def _hold(self, decision: Hold) -> None:
-        entry = decision.entry
+        entry = _entry(decision)
         self._scheduler.expect(entry, State.QUEUED, "plan holds units for it")
+        self._require_node(entry, decision.node)
         self._grants.keep_aside(decision)
         self._queue.dequeue(entry)
         self._aside[entry.id] = entry
@@ -163,6 +211,25 @@ class Plans:
                 self._snapshot.pass_over(entry.lane)
 
     def _preload(self, decision: Preload) -> None:
-        pool = self._snapshot.pool(GPU, decision.node)
+        pool = self._scheduler.ledger.kinds.get(GPU, {}).get(decision.node)
+        if pool is None:
+            raise InvariantError(f"plan preloads {decision.service} on {decision.node!r}, which has no {GPU}")
+        if type(decision.units) is not int or decision.units < 1 or not pool.fits(decision.units):
+            raise InvariantError(
+                f"plan preloads {decision.service} on {decision.units!r} devices of {decision.node}, which are not free"
+            )
         devices = pool.peek_devices(decision.units, self._residents.chunks(decision.service, decision.node))
         self._scheduler.effects.append(Restore(service=decision.service, node=decision.node, devices=devices))
+
+
+def _entry(decision: Begin | Adjust | Hold) -> Entry:
+    entry = decision.entry
+    if type(entry) is not Entry:
+        raise InvariantError(f"plan names {entry!r} in a {type(decision).__name__}, expected an entry of the snapshot")
+    return entry
+
+
+def _require_review(decision: Begin | Adjust) -> None:
+    after_s = decision.review_s
+    if type(after_s) not in (float, int) or not 0.0 <= after_s < math.inf:
+        raise InvariantError(f"plan reviews {decision.entry.id} after {after_s!r}, expected a finite number of seconds")

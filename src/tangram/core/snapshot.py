@@ -134,7 +134,10 @@ class Snapshot:
         wanted = entry.wanted
         if not wanted or self.now - entry.estimated_at > ESTIMATE_FRESH_S:
             wanted = self._scheduler.policy.reserve(entry, self)
-            wanted = entry.wanted = max(1, min(wanted, entry.action.demand.pools[CPU].max))
+            if type(wanted) is not int or wanted < 1:
+                what = f"policy {self._scheduler.policy.name} reserves {wanted!r} for {entry.id}"
+                raise self._scheduler.bug(f"{what}, expected milli-cores as a whole number, at least 1", entry)
+            wanted = entry.wanted = min(wanted, entry.action.demand.pools[CPU].max)
         return wanted if wanted <= pool.total else max(1, pool.total)
 
     def seconds(self, entry: Entry, pool: PoolState, units: int) -> float:
