@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.core.residents import RESTORE_PRIOR_S, Residents
+from tangram.core.residents import RESTORE_PRIOR_S, SERVICES_MAX, Residents
 
 
 def test_a_service_is_loaded_where_it_was_reported() -> None:
@@ -89,3 +89,18 @@ def test_what_was_learned_about_loading_outlives_the_copies() -> None:
     residents.learn_restore("judge", 0.5)
     residents.drop_node("g0")
     assert residents.restore_s("judge") == 0.5
+
+
+def test_the_service_loaded_longest_ago_is_forgotten_by_name_and_out_of_the_mean() -> None:
+    residents = Residents()
+    residents.learn_restore("old", 100.0)
+    residents.learn_restore("used", 7.0)
+    for number in range(SERVICES_MAX - 2):
+        residents.learn_restore(f"s{number}", 2.0)
+    residents.learn_restore("used", 7.0)
+    assert residents.restore_s("old") == 100.0
+    residents.learn_restore("new", 2.0)
+    assert residents.restore_s("used") == 7.0
+    mean = (7.0 + 2.0 * (SERVICES_MAX - 1)) / SERVICES_MAX
+    assert residents.restore_s("old") == residents.restore_s("unknown") == pytest.approx(mean)
+    assert len(residents._restore_s) == SERVICES_MAX

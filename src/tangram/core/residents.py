@@ -11,16 +11,22 @@ RESTORE_PRIOR_S = 1.0
 """Seconds to load a service before any was seen: between a warm copy in host memory (0.2) and a cold disk (22)."""
 RESTORE_RATE = 0.2
 """Weight of the newest load in the running mean."""
+SERVICES_MAX = 1024
+"""Services whose loads are remembered by name; beyond, the one that was loaded longest ago is forgotten: services may
+be named after checkpoints."""
 
 
 class Residents:
     """Per service the device sets on which it is loaded, most recently used last."""
 
-    __slots__ = ("_by_service", "_restore_s")
+    __slots__ = ("_by_service", "_restore_s", "_restore_sum")
 
     def __init__(self) -> None:
         self._by_service: dict[str, dict[tuple[str, tuple[int, ...]], None]] = {}
         self._restore_s: dict[str, float] = {}
+        """Per service, the one that was loaded last at the end."""
+        self._restore_sum = 0.0
+        """Over all of these."""
 
     def add(self, service: str, node: str, devices: tuple[int, ...]) -> None:
         places = self._by_service.setdefault(service, {})
@@ -60,12 +66,18 @@ class Residents:
 
     def learn_restore(self, service: str, seconds: float) -> None:
         """A start that had to load the service took this long."""
-        known = self._restore_s.get(service)
-        self._restore_s[service] = seconds if known is None else known + RESTORE_RATE * (seconds - known)
+        known = self._restore_s.pop(service, None)
+        if known is not None:
+            self._restore_sum -= known
+            seconds = known + RESTORE_RATE * (seconds - known)
+        elif len(self._restore_s) >= SERVICES_MAX:
+            self._restore_sum -= self._restore_s.pop(next(iter(self._restore_s)))
+        self._restore_s[service] = seconds
+        self._restore_sum += seconds
 
     def restore_s(self, service: str) -> float:
         """Of this service; else the mean of the others; else a guess."""
         known = self._restore_s.get(service)
         if known is not None:
             return known
-        return sum(self._restore_s.values()) / len(self._restore_s) if self._restore_s else RESTORE_PRIOR_S
+        return max(0.0, self._restore_sum / len(self._restore_s)) if self._restore_s else RESTORE_PRIOR_S
