@@ -375,6 +375,21 @@ def test_a_correction_after_the_window_charges_only_what_is_more() -> None:
     assert run.units_by_kind == {"tokens": 2}
 
 
+def test_a_run_keeps_no_account_of_kinds_of_which_it_has_nothing() -> None:
+    """A walk over the kinds of a run must not grow with all that it ever used."""
+    ledger = Ledger()
+    run = ledger.new_usage()
+    ledger.hold(ledger.change_pool(a_pool("api", 10), 0.0), 5, run)
+    for number in range(20):
+        held = ledger.change_pool(a_pool(f"held{number}", 4), 0.0)
+        spent = ledger.change_pool(a_pool(f"spent{number}", 4, window=Window(seconds=1.0)), 0.0)
+        holding = ledger.hold(held, 4, run)
+        ledger.hold(spent, 4, run)
+        ledger.give_back(holding)
+        ledger.refill(spent, number + 2.0)
+    assert (run.units_by_kind, run.share) == ({"api": 5}, 0.5)
+
+
 def test_held_units_are_not_corrected() -> None:
     ledger, api = one(a_pool("api", 10))
     assert not ledger.correct(ledger.hold(api, 4, ledger.new_usage()), 1)

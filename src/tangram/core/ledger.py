@@ -42,6 +42,7 @@ class RunUsage:
     def __init__(self) -> None:
         self.weight = 1.0
         self.units_by_kind: dict[str, int] = {}
+        """Only kinds of which it has any, or a walk over them would grow with all that the run ever used."""
         self.share = 0.0
 
 
@@ -426,12 +427,16 @@ class Ledger:
         """The run has `units` more of a kind, or fewer. Most changes are seen without a look at its other kinds."""
         used = run.units_by_kind
         before = used.get(kind, 0)
-        used[kind] = before + units
+        after = before + units
+        if after:
+            used[kind] = after
+        else:
+            used.pop(kind, None)
         total = self.total_by_kind[kind]
         if total <= 0:
             run.share = self._share(run)
         elif units > 0:
-            share = (before + units) / total / run.weight
+            share = after / total / run.weight
             if share > run.share:
                 run.share = share
         elif before / total / run.weight >= run.share:
@@ -442,12 +447,11 @@ class Ledger:
         share = 0.0
         totals = self.total_by_kind
         for kind, units in run.units_by_kind.items():
-            if units:
-                # What is left of a kind that has shrunk to nothing counts as all of it.
-                total = totals[kind]
-                part = units / total if total > 0 else 1.0
-                if part > share:
-                    share = part
+            # What is left of a kind that has shrunk to nothing counts as all of it.
+            total = totals[kind]
+            part = units / total if total > 0 else 1.0
+            if part > share:
+                share = part
         return share / run.weight
 
     def reweigh(self, run: RunUsage, weight: float) -> None:
@@ -479,7 +483,7 @@ class Ledger:
             used[key] = used.get(key, 0) + (holding.units if holding.pool.window is None else holding.spent)
         for usage in self._usages:
             for kind, units in usage.units_by_kind.items():
-                if units != used.pop((id(usage), kind), 0):
+                if not units or units != used.pop((id(usage), kind), 0):
                     raise InvariantError(f"a run is charged {units} units of {kind}, which it has not")
             if usage.share != self._share(usage):
                 raise InvariantError(f"a run's share of {usage.share} is not {self._share(usage)}")
