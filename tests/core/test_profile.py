@@ -335,6 +335,16 @@ def test_memory_is_bounded_whatever_the_callers_invent() -> None:
         assert len(knowledge) <= 3 * 50
 
 
+def test_a_class_that_is_seen_all_the_time_is_not_pushed_out_by_new_ones() -> None:
+    knowledge = Knowledge(classes_max=10)
+    for i in range(100):
+        seen(knowledge, 50.0, an_action("t1", key="always", kind="x"))
+        seen(knowledge, 1.0, an_action("t1", key=f"once{i}", kind=f"y{i}"))
+    estimate = knowledge.estimate(an_action("t1", key="always", kind="x"))
+    assert estimate.work_s == pytest.approx(50.0)
+    assert estimate.observations == 100.0
+
+
 def test_what_was_pushed_out_is_learned_again_from_its_next_observation() -> None:
     knowledge = Knowledge(classes_max=2)
     seen(knowledge, 50.0, an_action("t1", key="a", kind="x"), times=5)

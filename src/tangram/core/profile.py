@@ -221,10 +221,13 @@ class Knowledge:
         return Estimate(duration_s, 0.0, exponent, believed.busy, max(1.0, believed.observations))
 
     def _profile(self, profiles: dict[ClassKey, Profile], key: ClassKey) -> Profile:
+        """The profile to tell of an observation; while there is room enough, order does not matter."""
         profile = profiles.get(key)
         if profile is None:
             if len(profiles) >= self.classes_max:
-                # The class that was made first goes; what is in use comes back with its next observation.
+                # The class that was observed longest ago goes.
                 del profiles[next(iter(profiles))]
             profile = profiles[key] = Profile()
+        elif 2 * len(profiles) >= self.classes_max:
+            profiles[key] = profiles.pop(key)
         return profile
