@@ -381,11 +381,13 @@ def test_what_was_closed_on_a_node_that_died_is_closed_no_more(cluster: Make) ->
     c.send(Reserve(sandbox="on n0", memory=0, node="n0"))
     c.send(Reserve(sandbox="new", memory=800))
     c.submit("fill", FOUR, sandbox="on n0")
+    c.submit("busy", FOUR, sandbox="fills n1")
     c.submit("a", ONE, sandbox="new")
     c.now = 11.0
     c.submit("later", ONE)
     assert c.scheduler.entries["a"].target == "n0", "it has aged, and keeps the cores where there is memory for it"
     c.send(NodeChanged(node="n0", state=NodeState.DOWN))
+    c.run("busy")
     assert c.starts() == ["later"], "it lacks memory now, and no cores"
     c.send(Release(sandbox="fills n1"))
     assert c.starts() == ["a"]
@@ -609,3 +611,62 @@ def test_a_draining_node_wakes_nobody_in_vain(cluster: Make) -> None:
     assert c.starts() == [], "a node that drains takes nobody without a sandbox there"
     c.send(NodeChanged(node="n0", state=NodeState.UP))
     assert c.starts() == ["b"]
+
+
+# ---- who is kept from what ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "later_s"), [("fcfs", 0.0), ("paper", 0.0), ("adaptive", 700.0)])
+def test_a_node_that_could_not_hold_the_first_is_not_kept_for_it(cluster: Make, policy: str, later_s: float) -> None:
+    c = cluster(*cpu_node("g", 4), Pool(kind="gpu", node="g", total=1), *cpu_node("c", 64), policy=policy)
+    c.submit("holds", {"gpu": fixed(1), "cpu": cores(4)})
+    c.started("holds")
+    c.submit("first", {"gpu": fixed(1), "cpu": cores(1)})
+    c.now = later_s
+    c.submit("second", {"cpu": cores(1)})
+    assert c.starts() == ["second"]
+    assert c.start("second").grant.node == "c"
+
+
+@pytest.mark.parametrize(("policy", "later_s"), [("fcfs", 0.0), ("adaptive", 700.0)])
+def test_a_node_that_is_too_small_for_the_first_is_not_kept_for_it(cluster: Make, policy: str, later_s: float) -> None:
+    c = cluster(*cpu_node("large", 8), *cpu_node("small", 4), policy=policy)
+    c.submit("holds", {"cpu": cores(8)})
+    c.submit("first", {"cpu": cores(6)})
+    c.now = later_s
+    c.submit("second", {"cpu": cores(1)})
+    assert c.starts() == ["second"]
+    c.submit("third", {"cpu": cores(4)})
+    assert c.starts() == [], "only three cores are left there"
+    c.submit("fourth", {"cpu": cores(1)})
+    assert c.starts() == ([] if policy == "fcfs" else ["fourth"]), "where order counts, the third goes first there"
+
+
+@pytest.mark.parametrize(("policy", "later_s"), [("fcfs", 0.0), ("adaptive", 700.0)])
+def test_whoever_comes_to_be_first_is_started_at_once(cluster: Make, policy: str, later_s: float) -> None:
+    c = cluster(Pool(kind="api", total=10), *cpu_node("n", 8), policy=policy)
+    for number in range(7):
+        c.submit(f"x{number}", {"api": fixed(1)}, run="r2")
+    c.submit("b", {"cpu": cores(2)}, run="r1")
+    c.submit("large", {"api": fixed(4)}, run="r0")
+    c.now = later_s
+    c.submit("small", {"api": fixed(1)}, run="r1")
+    assert c.starts() == [], "r0 has less than r1, so its action goes first"
+    c.submit("d", {"cpu": cores(4)}, run="r0")
+    assert c.starts() == ["d", "small"], "now r0 has more"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "adaptive"])
+@pytest.mark.parametrize("many", ["run", "service"])
+def test_one_look_is_enough_for_all_that_are_stopped_by_the_same(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, policy: str, many: str
+) -> None:
+    c = cluster(Pool(kind="gpu", node="n", total=2), policy=policy)
+    for number in range(120):
+        c.submit(f"a{number}", {"gpu": fixed(1)}, **{many: f"{many}{number}"})
+    looks = []
+    fit = Snapshot.fit
+    monkeypatch.setattr(Snapshot, "fit", lambda snapshot, entry: looks.append(entry.id) or fit(snapshot, entry))
+    c.run("a0")
+    assert len(c.starts()) == 1
+    assert len(looks) <= 4

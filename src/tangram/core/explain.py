@@ -38,7 +38,7 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
     if blocker is not None:
         return f"{name} waits behind {blocker.id}, which goes first and waits for {_lack(scheduler, blocker)}"
     assert lane is not None, name
-    first = scheduler.snapshot.head_of(lane)
+    first = scheduler.queue.head_of(lane, scheduler.now)
     if first is not entry:
         ahead = f"up to {lane.waiting - 1} actions of run {entry.run.name}"
         return f"{name} waits behind {ahead}; the first of them waits for {_lack(scheduler, first)}"
@@ -76,12 +76,8 @@ def _blocker(scheduler: Scheduler, entry: Entry) -> Entry | None:
 
 
 def _closed_by(scheduler: Scheduler, entry: Entry, site: Site) -> Entry | None:
-    queue, now = scheduler.queue, scheduler.now
-    closed = [queue.of_pool(pool) for pool, _ in site]
-    if not entry.node:
-        closed.extend(queue.of_kind(pool.kind) for pool, _ in site if pool.node)
-    for waiters in closed:
-        blocker = queue.closed_by(waiters, entry, now)
+    for pool, _ in site:
+        blocker = scheduler.queue.kept_by(pool, entry, scheduler.now)
         if blocker is not None:
             return blocker
     return None

@@ -12,7 +12,7 @@ from collections import deque
 from heapq import heapify, heappop, heappush
 
 from tangram.core.action import Action, State, Status
-from tangram.core.demand import Need
+from tangram.core.demand import LEARNED, Need
 from tangram.core.ledger import Holding, PoolState, RunUsage
 from tangram.core.messages import Grant
 from tangram.core.profile import Estimate
@@ -146,12 +146,15 @@ class Lane:
 
     __slots__ = (
         "aged_seq", "behind", "blocked_on", "elastic", "fifo", "floor", "heap", "kinds", "lacks", "least", "node",
-        "run", "service", "waiting",
+        "run", "service", "signature", "waiting",
     )  # fmt: skip
 
     def __init__(self, run: Run, kinds: tuple[str, ...], key: LaneKey) -> None:
-        needs, _, elastic, node, service, _ = key
+        needs, exact, elastic, node, service, wants = key
         self.run = run
+        known = all(units != LEARNED and (exact or units < 2) for _, units in needs)
+        self.signature = (needs, node, wants) if known else None
+        """Lanes of which this is equal, of whatever run and service, are stopped by the same; None: not known."""
         self.floor = needs[0][1] if len(needs) == 1 and needs[0][1] > 0 else 0
         """Of the only pool it asks for, no action of the lane starts with fewer units free; 0: not known."""
         self.least = self.floor
@@ -169,8 +172,8 @@ class Lane:
         self.waiting = 0
         self.blocked_on: tuple[Waiters, ...] = ()
         """Where it is registered until something changes there; empty: it is open."""
-        self.behind = False
-        """It was set aside because others go before it, not only because units are in use."""
+        self.behind: tuple[Entry, ...] = ()
+        """Those who go before it, if it was set aside because of them and not only because units are in use."""
         self.aged_seq = 0
         """The aged action that was its oldest when it was set aside last, which has closed what it lacks."""
 
@@ -241,8 +244,7 @@ class Waiters:
         """Those of the pool's kind; None if these are they."""
         self.lanes: dict[int, Lane] = {}
         self.blockers: dict[str, Entry] = {}
-        """Per run, the action that closed the pool: nobody behind it in the order takes from it. A kind is closed only
-        to actions that have no place yet."""
+        """Per run, the action that closed the pool: nobody behind it in the order takes from it."""
 
 
 class Run:

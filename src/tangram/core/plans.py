@@ -36,9 +36,10 @@ class Plans:
         """Candidates of the present plan whose minimum is kept aside."""
 
     def carry_out(self) -> None:
-        """A round; and another, if what it started put somebody first for whom an idle pool was not kept."""
+        """A round; and another, as long as what one started lets somebody else go first."""
+        queue, now = self._queue, self._scheduler.now
         self._round()
-        while self._queue.kept and self._snapshot.open_kept():
+        while queue.behind and queue.open_overtaken(now):
             self._round()
 
     def _round(self) -> None:

@@ -64,11 +64,12 @@ class Queue:
         """How many times a pool or kind is closed by somebody."""
         self.changed: dict[str, PoolState] = {}
         """CPU pools whose free units or elastic actions changed since the last round."""
-        self.kept: dict[int, Lane] = {}
-        """Lanes set aside behind others, for whom pools are kept that nobody uses. The order changes with time and
-        shares and wakes nobody, so these are looked at after every event."""
+        self.behind: dict[int, Lane] = {}
+        """Lanes set aside behind others. The order changes with time and shares and wakes nobody, so they are looked at
+        after every event."""
         self._of_pool: dict[str, Waiters] = {}
         self._of_kind: dict[str, Waiters] = {}
+        self._of_newcomers: dict[str, Waiters] = {}
 
     def run(self, name: str) -> Run:
         run = self.runs.get(name)
@@ -145,22 +146,56 @@ class Queue:
             waiters = self._of_kind[kind] = Waiters()
         return waiters
 
-    def set_aside(self, lane: Lane, lack: Lack, now: float) -> None:
-        """Close an open lane until something changes where it lacks.
+    def of_newcomers(self, pool: PoolState) -> Waiters:
+        """Of a pool on a node, for closing it only to actions that have no place yet."""
+        waiters = self._of_newcomers.get(pool.name)
+        if waiters is None:
+            waiters = self._of_newcomers[pool.name] = Waiters(self.of_kind(pool.kind))
+        return waiters
 
-        The order changes with time and shares, and nobody is woken by that. So it may be that those who go before it
-        now were themselves set aside behind it: they are looked at again.
-        """
+    def set_aside(self, lane: Lane, lack: Lack, now: float) -> None:
+        """Close an open lane until something changes where it lacks, or the order."""
         lane.least = lane.floor
         lane.lacks = None
         self._set_aside(lane, tuple(lack.waiters), now)
-        lane.behind = bool(lack.behind)
-        for blocker in lack.behind:
-            ahead = blocker.lane
-            assert ahead is not None, blocker.id
-            if ahead.behind:
-                self._unblock(ahead)
-                self._open(ahead)
+        if lack.behind:
+            lane.behind = tuple(lack.behind)
+            self.behind[id(lane)] = lane
+
+    def open_overtaken(self, now: float) -> bool:
+        """Open the lanes of which one that was ahead is so no more. True if there are any."""
+        opened = False
+        for lane in list(self.behind.values()):
+            first = self.head_of(lane, now)
+            if not all(ahead.lane is not None and self.goes_before(ahead, first, now) for ahead in lane.behind):
+                self._unblock(lane)
+                self._open(lane)
+                opened = True
+        return opened
+
+    def head_of(self, lane: Lane, now: float) -> Entry:
+        """Whoever goes first of a lane in which somebody waits."""
+        oldest = lane.oldest()
+        return oldest if self.is_aged(oldest, now) else lane.first()[3]
+
+    def like(self, lane: Lane, now: float) -> list[Lane]:
+        """The other open lanes that are stopped by what stops this one. A unit that comes free opens the lanes of all
+        runs and services, and only the first of them gets it: the others are set aside with it, in one pass."""
+        if lane.signature is None:
+            return []
+        return [
+            other
+            for run in self.active.values()
+            for other in run.open.values()
+            if other.signature == lane.signature and other is not lane and not self.is_aged(other.oldest(), now)
+        ]
+
+    def set_aside_all(self, pool: PoolState, now: float) -> None:
+        """Close all open lanes that are known to lack units of this pool."""
+        for run in list(self.active.values()):
+            for lane in list(run.open.values()):
+                if lane.lacks is pool and pool.free < lane.least and not self.is_aged(lane.oldest(), now):
+                    self._set_aside(lane, (self.of_pool(pool),), now)
 
     def set_aside_for(self, lane: Lane, pool: PoolState, least: int, now: float) -> None:
         """Close an open lane until a pool has units for its first action, which nobody keeps from it: `least` of them,
@@ -204,10 +239,11 @@ class Queue:
         """The pool is gone: nobody waits for it or closes it any more."""
         self.changed.pop(pool.name, None)
         self.wake(pool, all_lanes=True)
-        waiters = self._of_pool.pop(pool.name, None)
-        if waiters is not None:
-            for blocker in list(waiters.blockers.values()):
-                self.reopen(blocker)
+        for closed in (self._of_pool, self._of_newcomers):
+            waiters = closed.pop(pool.name, None)
+            if waiters is not None:
+                for blocker in list(waiters.blockers.values()):
+                    self.reopen(blocker)
 
     def _open_all(self, waiters: Waiters, free: float = math.inf) -> None:
         """Those that `free` units could be enough for."""
@@ -218,17 +254,13 @@ class Queue:
                 self._unblock(lane)
                 self._open(lane)
 
-    def open_again(self, lane: Lane) -> None:
-        self._unblock(lane)
-        self._open(lane)
-
     def _unblock(self, lane: Lane) -> None:
         for waiters in lane.blocked_on:
             waiters.lanes.pop(id(lane), None)
         lane.blocked_on = ()
         if lane.behind:
-            lane.behind = False
-            self.kept.pop(id(lane), None)
+            lane.behind = ()
+            del self.behind[id(lane)]
 
     def _open(self, lane: Lane) -> None:
         if lane.waiting:
@@ -283,6 +315,13 @@ class Queue:
                 return blocker
         return None
 
+    def kept_by(self, pool: PoolState, entry: Entry, now: float) -> Entry | None:
+        """Somebody who goes before it and has closed this pool to it, if there is anybody."""
+        found = self.closed_by(self.of_pool(pool), entry, now)
+        if found is None and pool.node and not entry.node:
+            found = self.closed_by(self.of_newcomers(pool), entry, now)
+        return found
+
     def close(self, entry: Entry, lack: Lack, now: float) -> None:
         """The first action that cannot start closes what it lacks to those behind it, until it starts or settles."""
         wanted = lack.close
@@ -331,13 +370,17 @@ class Queue:
             waiting += run.waiting
         if waiting != self.waiting:
             raise InvariantError(f"{self.waiting} actions counted as waiting, lanes hold {waiting}")
+        behind = [id(lane) for run in self.runs.values() for lane in run.lanes.values() if lane.behind]
+        if sorted(behind) != sorted(self.behind):
+            raise InvariantError(f"{len(self.behind)} lanes counted as behind others, there are {len(behind)}")
         elastic = sum(lane.waiting for run in self.runs.values() for lane in run.lanes.values() if lane.elastic == CPU)
         if elastic != self.elastic_waiting:
             raise InvariantError(f"{self.elastic_waiting} elastic actions counted as waiting, lanes hold {elastic}")
-        closures = sum(len(waiters.blockers) for waiters in (*self._of_pool.values(), *self._of_kind.values()))
+        places = (*self._of_pool.values(), *self._of_newcomers.values())
+        closures = sum(len(waiters.blockers) for waiters in places)
         if closures != self.closures:
             raise InvariantError(f"{self.closures} closures counted, there are {closures}")
-        for waiters in (*self._of_pool.values(), *self._of_kind.values()):
+        for waiters in places:
             for name, blocker in waiters.blockers.items():
                 if blocker.lane is None or blocker.run.name != name or waiters not in blocker.closed:
                     raise InvariantError(f"{blocker.id} closes a pool but does not wait for it")

@@ -158,7 +158,9 @@ class Scheduler:
         self._events.append((now, event, effects))
         handler(event)
         queue = self.queue
-        if queue.active or queue.changed or queue.kept or (self.reviews and self.reviews[0][0] <= now):
+        if queue.behind:
+            queue.open_overtaken(now)
+        if queue.active or queue.changed or (self.reviews and self.reviews[0][0] <= now):
             self._plans.carry_out()
         wake_at = self._timers.announce()
         if wake_at is not None:
@@ -576,7 +578,7 @@ class Scheduler:
             raise self.bug(f"{entry.id} is {state.value} and in lane {entry.lane}", entry)
         if (entry.stop is not None) != (state is State.STOPPING):
             raise self.bug(f"{entry.id} is {state.value}, its stop is {entry.stop}", entry)
-        if entry.lane is not None and entry is self.snapshot.head_of(entry.lane):
+        if entry.lane is not None and entry is self.queue.head_of(entry.lane, self.now):
             idle = ", ".join(pool.name for pool in self.snapshot.withheld(entry))
             if idle:
                 raise self.bug(f"{entry.id} waits though {idle} could hold it, idle and closed by nobody ahead", entry)

@@ -254,7 +254,7 @@ class Snapshot:
         while active:
             lane, entry, aged = self._head(self._poorest(active))
             if lane.lacks is not None and lane.lacks.free < lane.least and not aged:
-                queue.set_aside_for(lane, lane.lacks, lane.least, self.now)
+                queue.set_aside_all(lane.lacks, self.now)
                 continue
             node = self.fit(entry)
             if node is not None:
@@ -267,9 +267,16 @@ class Snapshot:
                     continue
             elif self._short is not None and not aged and not strict:
                 # The usual case, made short: units are in use, and nobody is kept from them.
-                queue.set_aside_for(lane, self._short, self._short_of if len(entry.needs) == 1 else 0, self.now)
+                least = self._short_of if len(entry.needs) == 1 else 0
+                for other in (lane, *queue.like(lane, self.now)):
+                    queue.set_aside_for(other, self._short, least, self.now)
                 continue
-            self._leave_waiting(lane, entry, node)
+            alike = [] if aged or node is not None else queue.like(lane, self.now)
+            lack = self._leave_waiting(lane, entry, node)
+            if alike:
+                behind = (*lack.behind, entry) if entry.closed else lack.behind
+                for other in alike:
+                    queue.set_aside(other, Lack(lack.waiters, behind), self.now)
 
     def _poorest(self, active: dict[str, Run]) -> Run:
         """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
@@ -310,10 +317,10 @@ class Snapshot:
 
     def pass_over(self, lane: Lane) -> None:
         """The policy left an open lane waiting."""
-        entry = self.head_of(lane)
+        entry = self._queue.head_of(lane, self.now)
         self._leave_waiting(lane, entry, self.fit(entry))
 
-    def _leave_waiting(self, lane: Lane, entry: Entry, node: str | None) -> None:
+    def _leave_waiting(self, lane: Lane, entry: Entry, node: str | None) -> Lack:
         """Set the lane aside until something changes for its first action. Where order counts, that action closes what
         it waits for to those behind it; not, though, while no pool could hold it anyway."""
         lack = self._lack(entry) if node is None else self._passed_over(entry, node)
@@ -321,8 +328,7 @@ class Snapshot:
         if in_order and self._ledger.could_hold(entry.needs, entry.node, entry.memory):
             self._queue.close(entry, lack, self.now)
         self._queue.set_aside(lane, lack, self.now)
-        if lack.behind and next(self._idle(entry), None) is not None:
-            self._queue.kept[id(lane)] = lane
+        return lack
 
     def _passed_over(self, entry: Entry, node: str) -> Lack:
         """Where an action that the policy left waiting is tried again. An idle pool is never withheld."""
@@ -340,16 +346,15 @@ class Snapshot:
             # Another node may become idle, or have the memory for its sandbox.
             kinds = [pool.kind for pool in pools if pool.node] + [MEMORY] * bool(entry.memory)
             waiters.extend(self._queue.of_kind(kind) for kind in kinds)
+        queue = self._queue
         wanted = [pool for pool in pools if entry.elastic in ("", pool.kind)]
         if entry.node or not node:
-            return Lack(waiters, (), [self._queue.of_pool(pool) for pool in wanted])
-        return Lack(
-            waiters,
-            (),
-            [self._queue.of_kind(pool.kind) if pool.node else self._queue.of_pool(pool) for pool in wanted],
-            node,
-            [self._queue.of_pool(pool) for pool in wanted if pool.node],
-        )
+            return Lack(waiters, (), [queue.of_pool(pool) for pool in wanted])
+        on_node = [pool for pool in wanted if pool.node]
+        close = [queue.of_pool(pool) for pool in wanted if not pool.node]
+        for other in self._possible(entry, [need for need in entry.needs if self.pool(need[0], node).node]):
+            close.extend(queue.of_newcomers(self.pool(pool.kind, other)) for pool in on_node)
+        return Lack(waiters, (), close, node, [queue.of_pool(pool) for pool in on_node])
 
     # ---- fitting ----
 
@@ -400,9 +405,8 @@ class Snapshot:
         kinds, states, queue = self._ledger.kinds, self._ledger.nodes, self._queue
         if entry.memory:
             needs = [*needs, (MEMORY, entry.memory)]
-        for kind, _ in needs:
-            if kind not in kinds or queue.closed_by(queue.of_kind(kind), entry, self.now) is not None:
-                return None
+        if any(kind not in kinds for kind, _ in needs):
+            return None
         best, best_score = None, -1.0
         for node in self.nodes_for_all(entry, needs) or kinds[needs[0][0]]:
             if states[node] is not NodeState.UP:
@@ -411,6 +415,8 @@ class Snapshot:
             for kind, units in needs:
                 pool = kinds[kind].get(node)
                 if pool is None or not self._has(pool, units, entry):
+                    break
+                if queue.closures and queue.kept_by(pool, entry, self.now) is not None:
                     break
                 score = min(score, (pool.free - max(units, 0)) / pool.total)
             else:
@@ -436,6 +442,7 @@ class Snapshot:
         """Why it fits nowhere."""
         kinds, queue, node = self._ledger.kinds, self._queue, entry.node
         missing: list[Waiters] = []
+        short: list[PoolState] = []
         on_node: list[Need] = []
         for kind, units in entry.needs:
             pool = kinds[kind].get("") or kinds[kind].get(node)
@@ -443,17 +450,29 @@ class Snapshot:
                 on_node.append((kind, units))
             elif not self._has(pool, units, entry):
                 missing.append(queue.of_pool(pool))
+                short.append(pool)
                 self._scheduler.wake_when_refilled(pool, units)
         if missing or node:
             # On a node that has lost a pool it waits for one of that kind to join.
             missing.extend(queue.of_kind(kind) for kind, _ in on_node if node)
-            return Lack(missing, self._behind(entry, missing), missing)
+            return Lack(missing, self._behind(entry, short), missing)
         return self._lack_of_node(entry, on_node)
 
-    def _behind(self, entry: Entry, closed: list[Waiters]) -> list[Entry]:
-        """Those who go before it and have closed one of these."""
-        blockers = [self._queue.closed_by(waiters, entry, self.now) for waiters in closed if waiters.blockers]
-        return [blocker for blocker in blockers if blocker is not None]
+    def _behind(self, entry: Entry, pools: list[PoolState]) -> list[Entry]:
+        """Those who go before it and have closed one of these to it."""
+        if not self._queue.closures:
+            return []
+        blockers = [self._queue.kept_by(pool, entry, self.now) for pool in pools]
+        return list({blocker.seq: blocker for blocker in blockers if blocker is not None}.values())
+
+    def _possible(self, entry: Entry, needs: list[Need]) -> list[str]:
+        """The nodes that could hold these needs of an action without a place, if they were free."""
+        ledger = self._ledger
+        return self.nodes_for_all(entry, needs) or [
+            node
+            for node, state in ledger.nodes.items()
+            if state is NodeState.UP and ledger.node_could_hold(needs, node)
+        ]
 
     def _lack_of_node(self, entry: Entry, needs: list[Need]) -> Lack:
         """It fits on no node. If one has the memory for its sandbox, it lacks the rest there; else it lacks memory.
@@ -465,59 +484,34 @@ class Snapshot:
         if memory:
             needs = [*needs, (MEMORY, memory)]
         everywhere = [queue.of_kind(kind) for kind, _ in needs]
-        possible = self.nodes_for_all(entry, needs) or [
-            node
-            for node, state in self._ledger.nodes.items()
-            if state is NodeState.UP and self._ledger.node_could_hold(needs, node)
-        ]
-        pools = [queue.of_pool(kinds[kind][node]) for node in possible for kind, _ in needs]
-        behind = self._behind(entry, [*everywhere, *pools])
+        possible = self._possible(entry, needs)
+        behind = self._behind(entry, [kinds[kind][node] for node in possible for kind, _ in needs])
         with_memory = [node for node in possible if not memory or kinds[MEMORY][node].free >= memory]
         wants = entry.place.wants if entry.place is not None else ()
         everywhere.extend(queue.of_kind(kind) for kind, _ in wants if queue.of_kind(kind) not in everywhere)
         if not with_memory:
-            return Lack(everywhere, behind, [queue.of_kind(MEMORY)] if possible else ())
+            return Lack(everywhere, behind, [queue.of_newcomers(kinds[MEMORY][node]) for node in possible])
         target = entry.target
         if target not in with_memory:
             first = kinds[needs[0][0]]
             target = max(with_memory, key=lambda node: first[node].free)
         there = [kinds[kind][target] for kind, _ in needs]
         short = [
-            queue.of_kind(pool.kind)
-            for pool, (_, units) in zip(there, needs, strict=True)
+            queue.of_newcomers(pool)
+            for node in with_memory
+            for pool, units in [(kinds[kind][node], units) for kind, units in needs]
             if not pool.fits(self.reserve(entry, pool) if units == LEARNED else units)
         ]
         return Lack(everywhere, behind, short, target, [queue.of_pool(pool) for pool in there])
 
     # ---- an idle pool is never withheld ----
 
-    def open_kept(self) -> bool:
-        """Open the lanes that were set aside behind others, whose turn it is not any more, at idle pools."""
-        kept = self._queue.kept
-        opened = False
-        for key, lane in list(kept.items()):
-            entry = self.head_of(lane)
-            if self.withheld(entry):
-                self._queue.open_again(lane)
-                opened = True
-            elif next(self._idle(entry), None) is None:
-                del kept[key]
-        return opened
-
-    def head_of(self, lane: Lane) -> Entry:
-        """Whoever goes first of a lane in which somebody waits."""
-        oldest = lane.oldest()
-        return oldest if self._queue.is_aged(oldest, self.now) else lane.first()[3]
-
     def withheld(self, entry: Entry) -> list[PoolState]:
         """Idle pools on which a waiting action could start and that nobody ahead of it has closed. None after an event,
         for whoever is first in its lane. Changes nothing."""
         queue, now = self._queue, self.now
         for pools in self._idle(entry):
-            waiters = [queue.of_pool(pool) for pool in pools]
-            if not entry.node:
-                waiters.extend(queue.of_kind(pool.kind) for pool in pools if pool.node)
-            if all(queue.closed_by(some, entry, now) is None for some in waiters):
+            if all(queue.kept_by(pool, entry, now) is None for pool in pools):
                 return pools
         return []
 
