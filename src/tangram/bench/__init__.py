@@ -34,9 +34,9 @@ def run(
 ) -> BenchResult:
     """Run one benchmark, all its sides on the same work.
 
-    `quick`: fewer seeds, within a minute. `trace`: a recorded trace, or the folder that holds it, to play beside the
-    generated work; only `coding` has a use for one. `processes`: at most this many at once; None: one per core.
-    `progress` is told the share that is done.
+    `quick`: fewer seeds and sizes, within a minute. `trace`: a recorded trace, or the folder that holds it, to play
+    beside the generated work; only `coding` has a use for one. `processes`: at most this many at once; None: one per
+    core. `progress` is told the share that is done.
     """
     if name not in BENCHES:
         near = difflib.get_close_matches(name, BENCHES, n=1)

@@ -28,7 +28,9 @@ def bench(
         str | None,
         typer.Argument(metavar="NAME", help="coding, elastic, sizing, scheduler-cost, or all. Without one: the list."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Fewer seeds; each ends within a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar="", help="Fewer seeds and sizes; each ends within a minute.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print one JSON object per benchmark and nothing else on stdout.")
     ] = False,

@@ -22,10 +22,14 @@ TAIL = """`act_ratio` is of the mean, which short calls make; `p99_ratio` is of 
 every action by its own length: where it is below 1, long calls take longer than in pods, so they pay for the short
 ones."""
 
-BESIDE = {"act_ratio_": ("p99_ratio_", "weighted_act_ratio_")}
+BESIDE: dict[str, tuple[str, ...]] = {"act_ratio_": ("p99_ratio_", "weighted_act_ratio_")}
 """Which metrics a mean must not be read without; the number of cores follows each name."""
 
-BEST = {"act_ratio_": ("ceiling_ratio_",), "step_ratio_": ("step_ceiling_ratio_",), "bound_ratio_": ("bound_least_",)}
+BEST: dict[str, tuple[str, ...]] = {
+    "act_ratio_": ("ceiling_ratio_",),
+    "step_ratio_": ("step_ceiling_ratio_",),
+    "bound_ratio_": ("bound_least_",),
+}
 """Which metric says the best that could be reached at all."""
 
 DIGITS_MAX = 6
