@@ -78,6 +78,17 @@ def test_where_nobody_closes_a_pool_it_says_how_many_are_ahead(cluster: Make) ->
     )
 
 
+def test_behind_somebody_who_waits_behind_another_names_the_first_of_all(cluster: Make) -> None:
+    c = cluster(Pool(kind="api", total=4), Pool(kind="web", total=4))
+    c.submit("holds", {"api": fixed(4)})
+    c.submit("first", {"api": fixed(1), "web": fixed(1)})
+    c.submit("second", {"api": fixed(1), "web": fixed(4)})
+    c.submit("third", {"web": fixed(1)})
+    first = "first, which goes first and waits for 1 units of api, where 0 units of 4 units are free"
+    assert c.explain("second") == f"second waits behind {first}"
+    assert "its turn" not in c.explain("third")
+
+
 def test_what_could_start_but_for_the_policy_says_that(cluster: Make) -> None:
     c = cluster(*NODE, policy="fixed:4")
     c.submit("a", {"cpu": cores(1)})

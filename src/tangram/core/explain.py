@@ -36,13 +36,27 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
         return impossible(scheduler, entry)
     blocker = _blocker(scheduler, entry)
     if blocker is not None:
-        return f"{name} waits behind {blocker.id}, which goes first and waits for {_lack(scheduler, blocker)}"
+        return f"{name} waits behind {blocker.id}, which goes first and waits {_why(scheduler, blocker)}"
     assert lane is not None, name
     first = scheduler.queue.head_of(lane, scheduler.now)
     if first is not entry:
         ahead = f"up to {lane.waiting - 1} actions of run {entry.run.name}"
-        return f"{name} waits behind {ahead}; the first of them waits for {_lack(scheduler, first)}"
+        return f"{name} waits behind {ahead}; the first of them waits {_why(scheduler, first)}"
     return f"{name} waits for {_lack(scheduler, entry)}"
+
+
+def _why(scheduler: Scheduler, entry: Entry) -> str:
+    """Of one who keeps others waiting: what it lacks, or behind whom it waits itself, to the first of them all."""
+    first = entry
+    # The order is total, so this ends; two who could each go first in their own way would be a bug, not a loop here.
+    for _ in range(len(scheduler.queue.runs) + 1):
+        ahead = _blocker(scheduler, first)
+        if ahead is None or ahead is entry:
+            break
+        first = ahead
+    if first is entry:
+        return f"for {_lack(scheduler, entry)}"
+    return f"behind {first.id}, which waits for {_lack(scheduler, first)}"
 
 
 def _where(entry: Entry) -> str:
