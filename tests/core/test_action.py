@@ -204,7 +204,18 @@ def test_an_action_and_its_outcome_survive_a_wire(status: Status) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("id", 5), ("run", None), ("task", 1), ("duration_s", "5"), ("timeout_s", True), ("demand", {"cpu": 1})],
+    [
+        ("id", 5),
+        ("run", None),
+        ("task", 1),
+        ("duration_s", "5"),
+        ("timeout_s", True),
+        ("demand", {"cpu": 1}),
+        ("priority", True),
+        ("idempotent", 1),
+        ("idempotent", "no"),
+        ("idempotent", None),
+    ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
     fields = {"id": "a", "demand": Demand({"cpu": cores(1)}), field: value}

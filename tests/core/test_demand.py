@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -89,6 +90,11 @@ def test_a_choice_admits_nothing_in_between() -> None:
     assert [degrees.floor(units) for units in (3, 4, 7.9, 100)] == [2, 4, 4, 8]
 
 
+def test_a_choice_may_be_written_in_any_order() -> None:
+    assert one_of(2, 1) == one_of(1, 2)
+    assert list(one_of(8, 1, 4).all(10)) == [1, 4, 8]
+
+
 def test_cores_count_in_thousandths_and_grow_by_whole_cores() -> None:
     assert cores(2) == Amounts(2000, 2000, step=CORE)
     assert list(cores(1, 4).all(8 * CORE)) == [1000, 2000, 3000, 4000]
@@ -141,6 +147,20 @@ def test_a_pool_without_a_name_is_refused() -> None:
     assert "a pool kind such as 'cpu'" in demand_error({"": fixed(1)}).expected
 
 
+@pytest.mark.parametrize("kind", [3, None, ("cpu",), "cpu@n0", "@"])
+def test_a_pool_kind_is_a_name_and_no_node(kind: Any) -> None:
+    error = demand_error({kind: fixed(1)})
+    assert error.value == kind
+    assert "a pool kind such as 'cpu'" in error.expected
+
+
+@pytest.mark.parametrize("speedup", ["linear", 0.5, PowerLaw, {"exponent": 0.5}])
+def test_a_speedup_that_is_none_is_refused(speedup: Any) -> None:
+    with pytest.raises(InvalidAction, match=r"demand\.speedup: expected a PowerLaw, Amdahl or Table") as caught:
+        Demand({"cpu": cores(1, 4)}, speedup)
+    assert caught.value.value == speedup
+
+
 def test_memory_is_not_asked_for_by_an_action() -> None:
     assert "reserved for a sandbox's life by Reserve" in demand_error({"memory": fixed(512)}).expected
 
@@ -160,7 +180,18 @@ def test_only_cpu_can_be_left_to_learning() -> None:
         (lambda: between(1, 4, 0), "demand.step", 0, "a positive whole number of units"),
         (lambda: between(1, 4, 0.5), "demand.step", 0.5, "a positive whole number of units"),
         (lambda: one_of(), "demand.choices", (), "at least one amount"),
-        (lambda: one_of(4, 1), "demand.choices", (4, 1), "increasing amounts from the minimum to the maximum"),
+        (
+            lambda: Amounts(1, 4, choices=(4, 1)),
+            "demand.choices",
+            (4, 1),
+            "increasing amounts from the minimum to the maximum",
+        ),
+        (lambda: Amounts(1, 2, choices=[1, 2]), "demand.choices", [1, 2], "whole numbers of units"),
+        (lambda: one_of("a", 1), "demand.choices", ("a", 1), "whole numbers of units"),
+        (lambda: one_of(True, 2), "demand.choices", (True, 2), "whole numbers of units"),
+        (lambda: fixed(True), "demand.min", True, "a positive whole number of units"),
+        (lambda: between(1, True), "demand.max", True, "a whole number of units, at least 1"),
+        (lambda: between(1, 4, True), "demand.step", True, "a positive whole number of units"),
         (lambda: one_of(1, 1, 2), "demand.choices", (1, 1, 2), "increasing amounts from the minimum to the maximum"),
         (lambda: one_of(1, 2.5, 4), "demand.choices", (1, 2.5, 4), "whole numbers of units"),
         (lambda: one_of(0, 2), "demand.min", 0, "a positive whole number of units"),

@@ -206,13 +206,13 @@ def test_a_node_may_learn_of_its_numa_cells_while_units_are_held() -> None:
 
 
 def test_a_kind_is_on_nodes_or_is_one_pool_without_a_node() -> None:
-    ledger, _ = one(a_pool(CPU, 4000, node="n0"))
-    with pytest.raises(InvalidConfig, match="pools of kind cpu on nodes, or one without a node"):
-        ledger.change_pool(a_pool(CPU, 4000), 0.0)
+    ledger, _ = one(a_pool("core", 4, node="n0"))
+    with pytest.raises(InvalidConfig, match="pools of kind core on nodes, or one without a node"):
+        ledger.change_pool(a_pool("core", 4), 0.0)
     ledger.change_pool(a_pool("api", 4), 0.0)
     with pytest.raises(InvalidConfig, match="pools of kind api on nodes, or one without a node"):
         ledger.change_pool(a_pool("api", 4, node="n0"), 0.0)
-    assert list(ledger.pools) == ["cpu@n0", "api"]
+    assert list(ledger.pools) == ["core@n0", "api"]
 
 
 def test_held_units_do_not_become_spent_ones() -> None:

@@ -177,6 +177,25 @@ def test_a_pool_is_named_by_its_kind_and_node() -> None:
             "no window: the units of a node are held",
         ),
         ({"kind": MEMORY, "total": 8}, "pool memory node", "", "the node whose memory it is"),
+        ({"kind": CPU, "total": 8}, "pool cpu node", "", "the node whose cpu it is"),
+        ({"kind": "gpu", "total": 8}, "pool gpu node", "", "the node whose gpu it is"),
+        ({"kind": 3, "total": 1}, "pool.kind", 3, "a name without '@'"),
+        ({"kind": None, "total": 1}, "pool.kind", None, "a name without '@'"),
+        (
+            {"kind": "api", "total": 1, "node": 3},
+            "pool api node",
+            3,
+            "the name of a node; empty: it belongs to none",
+        ),
+        ({"kind": "api", "total": True}, "pool api total", True, "a whole number of units, at least 0"),
+        ({"kind": "api", "total": "1"}, "pool api total", "1", "a whole number of units, at least 0"),
+        ({"kind": "api", "total": 1, "window": 60.0}, "pool api window", 60.0, "a Window; None: the units are held"),
+        (
+            {"kind": CPU, "node": "n0", "total": 8, "numa": (4.0, 4.0)},
+            "pool cpu@n0 numa",
+            (4.0, 4.0),
+            "whole numbers of units",
+        ),
     ],
 )
 def test_a_pool_that_cannot_be_meant_is_refused(
@@ -191,14 +210,20 @@ def test_a_pool_may_be_empty() -> None:
     assert Pool(kind="search", total=0).total == 0
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_window_that_never_ends_or_has_no_length_is_refused(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan, "x", True, None])
+def test_a_window_that_never_ends_or_has_no_length_is_refused(seconds: typing.Any) -> None:
     with pytest.raises(InvalidConfig, match=r"window\.seconds: expected a positive, finite number of seconds"):
         Window(seconds=seconds)
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
-def test_a_run_without_a_positive_weight_is_refused(weight: float) -> None:
+@pytest.mark.parametrize("run", ["", None, 3])
+def test_a_run_without_a_name_is_refused(run: typing.Any) -> None:
+    with pytest.raises(InvalidConfig, match="run: expected a name of at least one character"):
+        RunChanged(run=run, weight=1.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan, "2", True])
+def test_a_run_without_a_positive_weight_is_refused(weight: typing.Any) -> None:
     with pytest.raises(InvalidConfig, match="weight of run α: expected a positive, finite number"):
         RunChanged(run="α", weight=weight)
 
@@ -229,11 +254,17 @@ def test_the_cores_of_a_machine_are_all_in_some_numa_node(numa_nodes: int) -> No
         ({"cores": 8, "memory_gib": math.inf}, "a finite number of GiB"),
         ({"cores": 8, "numa_nodes": 0}, "at least one NUMA node"),
         ({"cores": 8, "numa_nodes": -2}, "at least one NUMA node"),
+        ({"cores": 8, "numa_nodes": 1.5}, "at least one NUMA node"),
+        ({"cores": "4"}, "a finite number of cores"),
+        ({"cores": True}, "a finite number of cores"),
+        ({"cores": 8, "memory_gib": "1"}, "a finite number of GiB"),
+        ({"cores": 8, "node": ""}, "a name of at least one character"),
+        ({"cores": 8, "node": 3}, "a name of at least one character"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(arguments: dict[str, typing.Any], expected: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        cpu_node("n0", **arguments)
+        cpu_node(**{"node": "n0", **arguments})
     assert caught.value.expected == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -106,6 +107,22 @@ def test_exponents_and_shares_outside_0_to_1_are_refused(wrong: float) -> None:
         PowerLaw(wrong)
     with pytest.raises(InvalidAction, match=r"speedup\.parallel: expected a share from 0 to 1, got"):
         Amdahl(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["x", None, True, [0.5]])
+def test_exponents_and_shares_that_are_no_numbers_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidAction, match=r"speedup\.exponent: expected a number"):
+        PowerLaw(wrong)
+    with pytest.raises(InvalidAction, match=r"speedup\.parallel: expected a share"):
+        Amdahl(wrong)
+
+
+@pytest.mark.parametrize("wrong", [4, "14", (1, "4"), (1, None), (1, True), [1, 4]])
+def test_the_points_of_a_table_are_numbers(wrong: Any) -> None:
+    with pytest.raises(InvalidAction, match=r"speedup\.units: expected a tuple of numbers"):
+        Table(wrong, (1, 2))
+    with pytest.raises(InvalidAction, match=r"speedup\.speedups: expected a tuple of numbers"):
+        Table((1, 4), wrong)
 
 
 @pytest.mark.parametrize(

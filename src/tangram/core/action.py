@@ -183,5 +183,7 @@ class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
             seconds = getattr(self, field)
             if seconds is not None and not (type(seconds) in (float, int) and 0.0 < seconds < math.inf):
                 raise InvalidAction(field, seconds, "a positive, finite number of seconds")
-        if not isinstance(self.priority, int) or not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
+        if type(self.priority) is not int or not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
             raise InvalidAction("priority", self.priority, f"a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")
+        if type(self.idempotent) is not bool:
+            raise InvalidAction("idempotent", self.idempotent, "True or False")

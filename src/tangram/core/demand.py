@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tangram.core.speedup import Speedup
+from tangram.core.speedup import Amdahl, PowerLaw, Speedup, Table
 from tangram.errors import InvalidAction
 
 CORE = 1000
@@ -41,20 +41,22 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
     """False for CPU of which nobody said how much is needed: what is reserved is then learned."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.min, int) or self.min < (1 if self.declared else 0):
+        if type(self.min) is not int or self.min < (1 if self.declared else 0):
             raise InvalidAction("demand.min", self.min, "a positive whole number of units")
-        if not isinstance(self.max, int) or self.max < max(self.min, 1):
+        if type(self.max) is not int or self.max < max(self.min, 1):
             raise InvalidAction("demand.max", self.max, f"a whole number of units, at least {max(self.min, 1)}")
-        if not isinstance(self.step, int) or self.step < 1:
+        if type(self.step) is not int or self.step < 1:
             raise InvalidAction("demand.step", self.step, "a positive whole number of units")
-        if self.choices and (
+        if not self.choices:
+            return
+        if type(self.choices) is not tuple or not all(type(choice) is int for choice in self.choices):
+            raise InvalidAction("demand.choices", self.choices, "whole numbers of units")
+        if (
             list(self.choices) != sorted(set(self.choices))
             or self.choices[0] != self.min
             or self.choices[-1] != self.max
         ):
             raise InvalidAction("demand.choices", self.choices, "increasing amounts from the minimum to the maximum")
-        if not all(isinstance(choice, int) for choice in self.choices):
-            raise InvalidAction("demand.choices", self.choices, "whole numbers of units")
 
     @property
     def elastic(self) -> bool:
@@ -94,9 +96,12 @@ def between(units_min: int, units_max: int, step: int = 1) -> Amounts:
 
 
 def one_of(*choices: int) -> Amounts:
+    """Any of these, in whatever order they are given."""
     if not choices:
         raise InvalidAction("demand.choices", choices, "at least one amount")
-    return Amounts(min(choices), max(choices), choices=tuple(choices))
+    if not all(type(choice) is int for choice in choices):
+        raise InvalidAction("demand.choices", choices, "whole numbers of units")
+    return Amounts(min(choices), max(choices), choices=tuple(sorted(choices)))
 
 
 def cores(cores_min: float, cores_max: float | None = None) -> Amounts:
@@ -128,18 +133,20 @@ class Demand(msgspec.Struct, frozen=True, gc=False):
         if not isinstance(self.pools, dict) or not self.pools:
             raise InvalidAction("demand.pools", self.pools, "at least one pool kind with its amounts")
         for kind, amounts in self.pools.items():
+            if not isinstance(kind, str) or not kind or "@" in kind:
+                raise InvalidAction("demand.pools", kind, "a pool kind such as 'cpu', 'gpu' or the name of a quota")
             if not isinstance(amounts, Amounts):
                 raise InvalidAction(f"demand.pools[{kind!r}]", amounts, "Amounts, such as fixed(1) or cores(1, 8)")
         elastic = [kind for kind, amounts in self.pools.items() if amounts.elastic]
         if len(elastic) > 1:
             raise InvalidAction("demand.pools", elastic, "at most one elastic pool; give the others a fixed amount")
         for kind, amounts in self.pools.items():
-            if not kind:
-                raise InvalidAction("demand.pools", kind, "a pool kind such as 'cpu', 'gpu' or the name of a quota")
             if kind == MEMORY:
                 raise InvalidAction("demand.pools", kind, "no memory: it is reserved for a sandbox's life by Reserve")
             if not amounts.declared and kind != CPU:
                 raise InvalidAction("demand.pools", kind, "a declared amount; only CPU use is learned")
+        if self.speedup is not None and not isinstance(self.speedup, PowerLaw | Amdahl | Table):
+            raise InvalidAction("demand.speedup", self.speedup, "a PowerLaw, Amdahl or Table; None: it is learned")
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -33,5 +33,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            if not 0 < value < math.inf:
-                raise InvalidConfig(f"limits.{field}", value, "a positive, finite number")
+            if field.endswith("_s"):
+                if type(value) not in (float, int) or not 0 < value < math.inf:
+                    raise InvalidConfig(f"limits.{field}", value, "a positive, finite number of seconds")
+            elif type(value) is not int or value < 1:
+                raise InvalidConfig(f"limits.{field}", value, "a positive whole number")

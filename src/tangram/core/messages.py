@@ -12,7 +12,7 @@ import math
 import msgspec
 
 from tangram.core.action import NO_USAGE, Action, Outcome, Usage
-from tangram.core.demand import CORE, CPU, MEMORY
+from tangram.core.demand import CORE, CPU, GPU, MEMORY
 from tangram.errors import InvalidAction, InvalidConfig
 
 
@@ -31,7 +31,7 @@ class Window(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """False: all at the end of each fixed window. True: steadily, as into a bucket that holds the total."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.seconds < math.inf:
+        if type(self.seconds) not in (float, int) or not 0.0 < self.seconds < math.inf:
             raise InvalidConfig("window.seconds", self.seconds, "a positive, finite number of seconds")
 
 
@@ -49,16 +49,22 @@ class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """For `cpu` and `core`: units per NUMA node. Empty: one NUMA node."""
 
     def __post_init__(self) -> None:
-        if not self.kind or "@" in self.kind:
+        if not isinstance(self.kind, str) or not self.kind or "@" in self.kind:
             raise InvalidConfig("pool.kind", self.kind, "a name without '@'")
-        if not isinstance(self.total, int) or self.total < 0:
+        if not isinstance(self.node, str):
+            raise InvalidConfig(f"pool {self.kind} node", self.node, "the name of a node; empty: it belongs to none")
+        if type(self.total) is not int or self.total < 0:
             raise InvalidConfig(f"pool {self.name} total", self.total, "a whole number of units, at least 0")
+        if self.window is not None and not isinstance(self.window, Window):
+            raise InvalidConfig(f"pool {self.name} window", self.window, "a Window; None: the units are held")
+        if not isinstance(self.numa, tuple) or not all(type(units) is int for units in self.numa):
+            raise InvalidConfig(f"pool {self.name} numa", self.numa, "whole numbers of units")
         if self.numa and (sum(self.numa) != self.total or min(self.numa) < 0):
             raise InvalidConfig(f"pool {self.name} numa", self.numa, f"units that add up to the total, {self.total}")
         if self.window and self.node:
             raise InvalidConfig(f"pool {self.name} window", self.window, "no window: the units of a node are held")
-        if self.kind == MEMORY and not self.node:
-            raise InvalidConfig("pool memory node", self.node, "the node whose memory it is")
+        if self.kind in (CPU, GPU, MEMORY) and not self.node:
+            raise InvalidConfig(f"pool {self.kind} node", self.node, f"the node whose {self.kind} it is")
 
     @property
     def name(self) -> str:
@@ -67,11 +73,13 @@ class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 def cpu_node(node: str, cores: float, memory_gib: float = 0.0, numa_nodes: int = 1) -> tuple[Pool, ...]:
     """The pools of one machine for sandboxes: its cores and, if it counts, its memory in MiB."""
-    if not math.isfinite(cores):
+    if not isinstance(node, str) or not node:
+        raise InvalidConfig("node", node, "a name of at least one character")
+    if type(cores) not in (float, int) or not math.isfinite(cores):
         raise InvalidConfig(f"cores of node {node}", cores, "a finite number of cores")
-    if not math.isfinite(memory_gib):
+    if type(memory_gib) not in (float, int) or not math.isfinite(memory_gib):
         raise InvalidConfig(f"memory of node {node}", memory_gib, "a finite number of GiB")
-    if numa_nodes < 1:
+    if type(numa_nodes) is not int or numa_nodes < 1:
         raise InvalidConfig(f"NUMA nodes of node {node}", numa_nodes, "at least one NUMA node")
     total = round(cores * CORE)
     share = total // numa_nodes
@@ -172,11 +180,11 @@ class Reserve(Message, frozen=True, kw_only=True):
     """Empty: the scheduler chooses."""
 
     def __post_init__(self) -> None:
-        if not self.sandbox:
+        if not isinstance(self.sandbox, str) or not self.sandbox:
             raise InvalidAction("sandbox", self.sandbox, "an id of at least one character")
         if not isinstance(self.run, str) or not self.run:
             raise InvalidAction(f"run of sandbox {self.sandbox}", self.run, "a name of at least one character")
-        if not isinstance(self.memory, int) or self.memory < 0:
+        if type(self.memory) is not int or self.memory < 0:
             raise InvalidAction(f"memory of sandbox {self.sandbox}", self.memory, "a whole number of MiB, at least 0")
 
 
@@ -233,7 +241,9 @@ class RunChanged(Message, frozen=True, kw_only=True):
     weight: float
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.weight < math.inf:
+        if not isinstance(self.run, str) or not self.run:
+            raise InvalidConfig("run", self.run, "a name of at least one character")
+        if type(self.weight) not in (float, int) or not 0.0 < self.weight < math.inf:
             raise InvalidConfig(f"weight of run {self.run}", self.weight, "a positive, finite number")
 
 

@@ -100,6 +100,8 @@ class Scheduler:
         limits: Limits | None = None,
         knowledge: Knowledge | None = None,
     ) -> None:
+        if not callable(getattr(policy, "plan", None)):
+            raise InvalidConfig("policy", policy, 'a policy, such as policy("adaptive")')
         self.policy = policy
         self.limits = limits or Limits()
         self.knowledge = Knowledge() if knowledge is None else knowledge

@@ -21,7 +21,7 @@ class PowerLaw(msgspec.Struct, frozen=True, gc=False, tag="power"):
     exponent: float
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.exponent <= 1.0:
+        if type(self.exponent) not in (float, int) or not 0.0 <= self.exponent <= 1.0:
             raise InvalidAction("speedup.exponent", self.exponent, "a number from 0 (never faster) to 1 (linear)")
 
     def at(self, units: float) -> float:
@@ -38,7 +38,7 @@ class Amdahl(msgspec.Struct, frozen=True, gc=False, tag="amdahl"):
     """Share of the one-unit duration that divides among units."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.parallel <= 1.0:
+        if type(self.parallel) not in (float, int) or not 0.0 <= self.parallel <= 1.0:
             raise InvalidAction("speedup.parallel", self.parallel, "a share from 0 to 1")
 
     def at(self, units: float) -> float:
@@ -55,6 +55,9 @@ class Table(msgspec.Struct, frozen=True, gc=False, tag="table"):
     speedups: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        for field, values in (("units", self.units), ("speedups", self.speedups)):
+            if not isinstance(values, tuple) or not all(type(value) in (float, int) for value in values):
+                raise InvalidAction(f"speedup.{field}", values, "a tuple of numbers")
         if len(self.units) != len(self.speedups) or not self.units or self.units[0] != 1 or self.speedups[0] != 1:
             raise InvalidAction(
                 "speedup.units",
