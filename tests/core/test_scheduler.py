@@ -23,6 +23,7 @@ from tangram.core.messages import (
     Refuse,
     Release,
     Reserve,
+    Resize,
     Resized,
     Settle,
     Share,
@@ -37,7 +38,7 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import policy
-from tangram.core.policies.base import ArrivalOrder, Begin, Decision
+from tangram.core.policies.base import Adjust, ArrivalOrder, Begin, Decision
 from tangram.core.scheduler import STORY_EVENTS, Scheduler
 from tangram.core.snapshot import Snapshot
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError
@@ -744,3 +745,21 @@ def test_a_refused_action_leaves_no_run_behind() -> None:
     effects = scheduler.handle(Submit(action=Action(id="b", run="two", demand=Demand({"cpu": cores(1)}))), 0.0)
     assert [effect.limit for effect in effects if isinstance(effect, Refuse)] == ["runs_max"]
     assert list(scheduler.statistics().runs) == ["one"]
+
+
+def test_an_action_that_one_event_resizes_twice_is_told_once_where_it_ends_up(cluster: Make) -> None:
+    def plan(snapshot: Snapshot) -> Iterator[Decision]:
+        for entry in list(snapshot.running(snapshot.pools["cpu@n0"]).values()):
+            yield Adjust(entry, 1000, 1000)
+        for candidate in snapshot.candidates():
+            yield Begin(candidate.entry, candidate.node)
+        for entry in list(snapshot.running(snapshot.pools["cpu@n0"]).values()):
+            yield Adjust(entry, 1500, 1500)
+
+    c = cluster(*NODE, policy=Planned(plan))
+    c.submit("a", {"cpu": cores(1, 2)})
+    c.started("a")
+    effects = c.submit("b", {"cpu": cores(1)})
+    told = [(effect.action, effect.reserved) for effect in effects if isinstance(effect, Resize)]
+    assert told == [("a", 1500)]
+    assert c.scheduler.entries["a"].reserved == 1500

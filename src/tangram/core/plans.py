@@ -34,10 +34,13 @@ class Plans:
         self._residents = scheduler.residents
         self._aside: dict[str, Entry] = {}
         """Candidates of the present plan whose minimum is kept aside."""
+        self._resized: dict[str, int] = {}
+        """Per action that the present event resizes, where among its effects that stands."""
 
     def carry_out(self) -> None:
         """A round; and another, as long as what one started lets somebody else go first."""
         queue, now = self._queue, self._scheduler.now
+        self._resized.clear()
         self._round()
         while queue.behind and queue.open_overtaken(now):
             self._round()
@@ -191,7 +194,10 @@ class Plans:
         if entry.reserved < before:
             self._queue.wake(pool)
         effect = Resize(action=entry.id, pool=pool.name, reserved=decision.reserved, limit=decision.limit)
-        self._scheduler.effects.append(effect)
+        effects = self._scheduler.effects
+        # Who makes room for somebody and gets some of it back is resized once, to where it ends up.
+        place = self._resized.setdefault(entry.id, len(effects))
+        effects[place : place + 1] = [effect]
 
     def _hold(self, decision: Hold) -> None:
         entry = _entry(decision)
