@@ -137,7 +137,7 @@ def test_a_plan_for_a_node_that_cannot_run_the_action_stops(
     policy = Told(lambda snapshot: (decide(c.entry, node) for c in snapshot.candidates()))
     others = [pool for name in ("draining", "down") for pool in cpu_node(name, 4, 1.0)]
     c = cluster(
-        *cpu_node("n0", 4, 1.0), *others, *cpu_node("bare", 4), Pool(kind="gpu", node="g0", total=1), policy=policy
+        *cpu_node("n0", 4, 1.0), *others, *cpu_node("bare", 4), Pool(kind="memory", node="g0", total=512), policy=policy
     )
     c.send(NodeChanged(node="draining", state=NodeState.DRAINING))
     c.send(NodeChanged(node="down", state=NodeState.DOWN))

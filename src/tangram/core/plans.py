@@ -119,21 +119,30 @@ class Plans:
             self._require_node(rider, decision.node)
 
     def _require_node(self, entry: Entry, node: str) -> None:
-        """May the action run there? Whoever has its sandbox on a node that drains goes on."""
+        """May the action run there?"""
+        place = entry.place
+        if place is None or not node or place.node != node:
+            self._require_open(entry, node)
+        kinds = self._scheduler.ledger.kinds
+        for kind, _ in entry.needs:
+            pools = kinds.get(kind)
+            if pools is None or (node not in pools and "" not in pools):
+                raise InvariantError(f"plan starts {entry.id} on {node!r}, which has no {kind}")
+
+    def _require_open(self, entry: Entry, node: str) -> None:
+        """May an action run there that does not stand there? Whoever does goes on, even while its node drains."""
         ledger, place = self._scheduler.ledger, entry.place
-        if type(node) is not str or (node and node not in ledger.nodes):
+        if node == "":
+            return
+        if type(node) is not str or node not in ledger.nodes:
             raise InvariantError(f"plan starts {entry.id} on {node!r}, expected a node that is known")
-        if node and place is not None and place.node and place.node != node:
+        if place is not None and place.node:
             raise InvariantError(
                 f"plan starts an action of sandbox {place.id} on {node}, but it stands on {place.node}"
             )
-        if node and ledger.nodes[node] is not NodeState.UP and entry.node != node:
+        if ledger.nodes[node] is not NodeState.UP:
             raise InvariantError(f"plan starts {entry.id} on {node}, which is {ledger.nodes[node].value}")
-        for kind, _ in entry.needs:
-            pools = ledger.kinds.get(kind, {})
-            if node not in pools and "" not in pools:
-                raise InvariantError(f"plan starts {entry.id} on {node!r}, which has no {kind}")
-        if node and entry.memory and node not in ledger.kinds.get(MEMORY, {}):
+        if entry.memory and node not in ledger.kinds.get(MEMORY, {}):
             raise InvariantError(f"plan starts {entry.id} on {node}, which has no memory for its sandbox")
 
     # ---- doing it ----
