@@ -190,7 +190,7 @@ def test_devices_come_in_nodes_of_which_the_last_may_be_smaller() -> None:
 def test_metrics_are_named_after_the_depth_at_which_they_were_measured() -> None:
     named = scheduler_cost.depth_name
     assert (named(scheduler_cost.FULL.depth), named(scheduler_cost.FULL.depth_large)) == ("1e3", "1e6")
-    assert named(scheduler_cost.QUICK.depth_large) == "1e5"
+    assert named(scheduler_cost.QUICK.depth_large) == "1e6"
     assert small("scheduler-cost").settings["depth_large"] == 400
     assert any("held 400 waiting actions, not 1,000,000" in note for note in small("scheduler-cost").notes)
 

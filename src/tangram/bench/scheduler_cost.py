@@ -75,7 +75,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL = Sizes()
-QUICK = Sizes(depth_large=100_000, window=4_000, repeats=3, sim_repeats=2)
+QUICK = Sizes(window=4_000, repeats=3, sim_repeats=2)
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,22 +88,21 @@ class Grants:
                 else:
                     holding = self._ledger.hold(pool, units, entry.run.usage)
                 holdings.append(holding)
-                limit = holding.units if kind != CPU else max(units, decision.limit)
+                limit = holding.units
+                if kind == CPU:
+                    limit = max(units, decision.limit)
+                    entry.reserved, entry.limit = units, limit
+                if kind == key_kind:
+                    entry.width = decision.width or holding.units
                 shares.append(Share(pool.name, holding.units, limit, holding.cells))
         except InvariantError:
             for holding in holdings:
                 self._ledger.give_back(holding, refund=True)
             raise
-        for holding, share in zip(holdings, shares, strict=True):
-            kind = holding.pool.kind
-            if kind == CPU:
-                entry.reserved, entry.limit = holding.units, share.limit
-                if entry.elastic == CPU:
-                    self._count_elastic(entry, holding)
-            if kind == key_kind:
-                entry.width = decision.width or holding.units
         entry.holdings = tuple(holdings)
-        if entry.elastic != CPU:
+        if entry.elastic == CPU:
+            self._count_elastic(entry, next(holding for holding in holdings if holding.pool.kind == CPU))
+        else:
             entry.limit = max(entry.limit, entry.width)
         self.holding[entry.id] = entry
         return tuple(shares)

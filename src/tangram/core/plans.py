@@ -109,7 +109,8 @@ class Plans:
                 f"plan begins {decision.entry.id} with units {units!r}, limit {limit!r} and width {width!r}, "
                 "expected whole numbers, at least 0"
             )
-        if decision.review_s:
+        review_s = decision.review_s
+        if type(review_s) is not float or not 0.0 <= review_s < math.inf:
             _require_review(decision)
         if not riders:
             return

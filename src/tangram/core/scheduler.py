@@ -4,7 +4,7 @@ Owns the life of every action from Submit to Settle, and is the only writer of t
 draws a random number, never waits: the live service, the simulator and the tests drive this same object. Promises that
 every accepted action settles exactly once, that a plan which oversells a pool raises InvariantError with the action's
 story, and that the cost of an event grows neither with the number of finished actions nor, beyond a logarithm, with
-the number of waiting ones.
+the number of waiting ones. It grows in proportion to the runs, services and shapes of demand that wait for one pool.
 
 A waiting action is started once all that was submitted before it and holds what it needs has ended, at the latest
 `ELDER_FACTOR * ageing_s` after its submission plus the time that those take: from then on nothing submitted later takes

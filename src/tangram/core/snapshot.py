@@ -63,8 +63,11 @@ class Snapshot:
 
     def pool(self, kind: str, node: str) -> PoolState:
         """The pool of that kind on the node, or the one that belongs to no node."""
-        pools = self._ledger.kinds[kind]
-        return pools[node] if node in pools else pools[""]
+        try:
+            pools = self._ledger.kinds[kind]
+            return pools[node] if node in pools else pools[""]
+        except KeyError:
+            raise InvariantError(f"there is no pool of kind {kind} on node {node!r}") from None
 
     def estimate(self, entry: Entry) -> Estimate:
         """What is believed of the action now."""
@@ -268,8 +271,10 @@ class Snapshot:
             elif self._short is not None and not aged and not strict:
                 # The usual case, made short: units are in use, and nobody is kept from them.
                 least = self._short_of if len(entry.needs) == 1 else 0
-                for other in (lane, *queue.like(lane, self.now)):
-                    queue.set_aside_for(other, self._short, least, self.now)
+                queue.set_aside_for(lane, self._short, least, self.now)
+                if lane.signature is not None:
+                    for other in queue.like(lane, self.now):
+                        queue.set_aside_for(other, self._short, least, self.now)
                 continue
             alike = [] if aged or node is not None else queue.like(lane, self.now)
             lack = self._leave_waiting(lane, entry, node)
