@@ -54,8 +54,8 @@ class Plans:
             begun = False
             for decision in self._decisions():
                 begun = self._apply(decision) or begun
-            self._grants.let_go()
             if self._aside:
+                self._grants.let_go()
                 self._line_up()
             begun = begun and bool(active)
         while active:
@@ -101,8 +101,11 @@ class Plans:
 
     # ---- what a decision may say ----
 
-    def _require_begin(self, decision: Begin) -> None:
+    def _require_begin(self, decision: Begin) -> Entry:
         """Whole numbers of units and a time: anything else would be found out later, by somebody else."""
+        entry = decision.entry
+        if type(entry) is not Entry:
+            _entry(decision)
         units, limit, width, riders = decision.units, decision.limit, decision.width, decision.riders
         if not (type(units) is type(limit) is type(width) is int and units >= 0 and limit >= 0 and width >= 0):
             raise InvariantError(
@@ -113,11 +116,12 @@ class Plans:
         if type(review_s) is not float or not 0.0 <= review_s < math.inf:
             _require_review(decision)
         if not riders:
-            return
+            return entry
         if type(riders) is not tuple or not all(type(rider) is Entry for rider in riders):
             raise InvariantError(f"plan begins {decision.entry.id} with riders {riders!r}, expected waiting entries")
         for rider in riders:
             self._require_node(rider, decision.node)
+        return entry
 
     def _require_node(self, entry: Entry, node: str) -> None:
         """May the action run there?"""
@@ -149,13 +153,14 @@ class Plans:
     # ---- doing it ----
 
     def _begin(self, decision: Begin) -> None:
-        entry, node = _entry(decision), decision.node
+        entry, node = self._require_begin(decision), decision.node
         if entry.state is not State.QUEUED:
             self._scheduler.expect(entry, State.QUEUED, "plan starts it")
-        self._require_begin(decision)
         if self._aside:
             self._grants.let_go()
-        self._require_node(entry, node)
+        offered = self._snapshot.last_offer
+        if offered is None or offered.entry is not entry or offered.node != node:
+            self._require_node(entry, node)
         if not self._aside or self._aside.pop(entry.id, None) is None:
             self._queue.dequeue(entry)
         place = entry.place

@@ -54,6 +54,8 @@ class Snapshot:
         self.now = 0.0
         self.changed = scheduler.queue.changed
         """CPU pools whose free units or elastic actions changed since the last round."""
+        self.last_offer: Candidate | None = None
+        """The last candidate that was offered."""
         self._short: PoolState | None = None
         """A pool, of units that are held, which had too few for the action that `fit` looked at last ..."""
         self._short_of = 0
@@ -257,15 +259,20 @@ class Snapshot:
         while active:
             lane, entry, aged = self._head(self._poorest(active))
             if lane.lacks is not None and lane.lacks.free < lane.least and not aged:
-                queue.set_aside_all(lane.lacks, self.now)
+                if len(active) == 1 and len(lane.run.open) == 1:
+                    queue.set_aside_for(lane, lane.lacks, lane.least, self.now)
+                else:
+                    queue.set_aside_all(lane.lacks, self.now)
                 continue
             node = self.fit(entry)
             if node is not None:
-                yield Candidate(entry, node, aged)
+                self.last_offer = Candidate(entry, node, aged)
+                yield self.last_offer
                 if entry.lane is lane and not entry.node and (idle := self.withheld(entry)):
                     # Where most is left it is not wanted; but a smaller node may be idle.
                     node = next((pool.node for pool in idle if pool.node), "")
-                    yield Candidate(entry, node, aged)
+                    self.last_offer = Candidate(entry, node, aged)
+                    yield self.last_offer
                 if entry.lane is not lane:
                     continue
             elif self._short is not None and not aged and not strict:
