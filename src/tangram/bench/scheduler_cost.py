@@ -67,11 +67,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Actions that end before anything is timed: every class has been learned then."""
     window: int = 10_000
     """Actions that end while they are timed."""
-    repeats: int = 5
+    repeats: int = 12
     """The best counts: the same work took longer only because something else used the machine."""
     sim_batch: int = 512
     sim_cores: int = 64
-    sim_repeats: int = 5
+    sim_repeats: int = 8
 
 
 FULL = Sizes()
