@@ -7,6 +7,8 @@ Owns the app and what holds for every verb: an error of ours is one line on stde
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +35,9 @@ class _Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # what is still held back may not fit on the disk either
+            return result
         except InvariantError as error:
             typer.echo(f"tangram: this is a bug in Tangram, please report it: {error}", err=True)
             raise typer.Exit(EXIT_ERROR) from None
@@ -44,7 +48,16 @@ class _Verbs(TyperGroup):
             if error.errno == errno.EPIPE:
                 raise  # Typer ends quietly: whoever read the output wants no more of it.
             typer.echo(f"tangram: {error}", err=True)
+            _discard_output()
             raise typer.Exit(EXIT_ERROR) from None
+
+
+def _discard_output() -> None:
+    """Python writes what is held back once more when it ends; if that cannot be written, it has to go elsewhere."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 EXAMPLES = """[bold]Examples[/bold]

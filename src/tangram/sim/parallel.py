@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -131,11 +132,23 @@ def _receive(connection: Connection) -> tuple[str, Any]:
 
 @contextmanager
 def _interrupt_blocked() -> Iterator[None]:
+    """An interrupt that comes meanwhile is raised afterwards.
+
+    Workers inherit the mask. It is not enough for this process: any other thread, such as those of a numerics library,
+    may take the signal, and Python then raises it in the main thread all the same. So the handler waits as well.
+    """
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if in_main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 # ---- inside a worker ------------------------------------------------------------------------------------------
