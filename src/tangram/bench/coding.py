@@ -57,8 +57,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL = Sizes()
-QUICK = Sizes(cores=(32, 64), seeds=3, trace_cores=(32,))
-"""Within a minute on two busy cores: without the deepest overload, and without the size at which nothing waits."""
+QUICK = Sizes(seeds=3, trace_cores=(32,))
 
 
 def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
