@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tangram.core.speedup import LINEAR, RIGID, Amdahl, PowerLaw, Speedup
 from tangram.errors import InvariantError
 from tangram.sim import cpushare
-from tangram.sim.cpushare import CpuShare, Usage, core_seconds, demand_cores, full_speed, shape
+from tangram.sim.cpushare import CpuShare, Usage, core_seconds, full_speed, shape
 
 CLOSE = 1e-6
 NEAR = 1e-4
@@ -457,7 +457,7 @@ def test_a_limit_below_one_core_slows_only_who_wants_more() -> None:
 def test_a_shape_is_made_of_its_speed_and_its_demand(work_s: float, busy: float, width: float, limit: float) -> None:
     core_s, demand = shape(work_s, busy, PowerLaw(0.8), width, limit)
     speed = full_speed(width, limit, PowerLaw(0.8))
-    assert demand == demand_cores(width, limit, busy) <= limit
+    assert demand == min(limit, busy * max(1.0, min(limit, width)))
     assert core_s == core_seconds(work_s, speed, busy * max(1.0, min(limit, width)))
     assert core_s / demand >= work_s / speed * (1.0 - CLOSE)
 

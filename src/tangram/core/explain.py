@@ -48,7 +48,7 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
 def _why(scheduler: Scheduler, entry: Entry) -> str:
     """Of one who keeps others waiting: what it lacks, or behind whom it waits itself, to the first of them all."""
     first = entry
-    # The order is total, so this ends; two who could each go first in their own way would be a bug, not a loop here.
+    # Each run has one blocker per pool, so a chain is hardly longer than there are runs.
     for _ in range(len(scheduler.queue.runs) + 1):
         ahead = _blocker(scheduler, first)
         if ahead is None or ahead is entry:

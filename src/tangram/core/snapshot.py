@@ -283,11 +283,10 @@ class Snapshot:
                     for other in queue.like(lane, self.now):
                         queue.set_aside_for(other, self._short, least, self.now)
                 continue
-            alike = [] if aged or node is not None else queue.like(lane, self.now)
             lack = self._leave_waiting(lane, entry, node)
-            if alike:
+            if node is None and not aged:
                 behind = (*lack.behind, entry) if entry.closed else lack.behind
-                for other in alike:
+                for other in queue.like(lane, self.now):
                     queue.set_aside(other, Lack(lack.waiters, behind), self.now)
 
     def _poorest(self, active: dict[str, Run]) -> Run:

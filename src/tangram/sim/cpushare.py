@@ -67,11 +67,6 @@ def full_speed(width: float, limit: float, speedup: Speedup) -> float:
     return speedup.at(_units(width, limit))
 
 
-def demand_cores(width: float, limit: float, busy: float) -> float:
-    """Cores that it can use now: each of its units keeps `busy` cores busy, and the limit cuts the rest."""
-    return min(limit, busy * _units(width, limit))
-
-
 def core_seconds(work_s: float, speed: float, cores: float) -> float:
     """CPU work of `work_s` one-unit seconds done at `speed` while keeping `cores` cores busy."""
     return work_s / speed * cores
