@@ -1,5 +1,8 @@
 """Tangram: action-level scheduling of the resources outside an RL training cluster."""
 
+from tangram.client.client import Client, connect
+from tangram.client.result import Result
+from tangram.client.sandbox import Image, Sandbox
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import Amounts, Demand, between, cores, fixed, learned, one_of
 from tangram.core.limits import Limits
@@ -13,16 +16,21 @@ __all__ = [
     "Action",
     "Amdahl",
     "Amounts",
+    "Client",
     "Demand",
+    "Image",
     "Limits",
     "Outcome",
     "Pool",
     "PowerLaw",
+    "Result",
+    "Sandbox",
     "Scheduler",
     "Status",
     "Table",
     "TangramError",
     "between",
+    "connect",
     "cores",
     "cpu_node",
     "fixed",

@@ -7,6 +7,13 @@ TangramError
 │   └── InvalidTrace      ... in a trace file; names the line
 ├── AdmissionRefused      a limit: names it, its value and what to do
 ├── ManagerError          the world: a machine, a process, a network
+├── FileFailed            a file inside a sandbox: it is not there, not allowed, too large, or the disk is full
+├── SessionEnded          the caller: a held shell is gone; names the command that ended it
+├── ActionFailed          an action, raised by `Result.check()` only; carries the Result
+│   ├── CommandFailed     ... the agent: it ended with another exit code than 0
+│   ├── ActionTimedOut    ... the agent: it took longer than its time limit
+│   ├── ActionCancelled   ... the caller: it was cancelled
+│   └── ActionLost        ... our side failed; never the agent's fault
 └── InvariantError        us: a bug in Tangram; carries the story of what led there
 """
 
@@ -50,6 +57,48 @@ class AdmissionRefused(TangramError):
 
 class ManagerError(TangramError):
     """The world failed: a process, a machine or a network."""
+
+    def __init__(self, reason: str, *, retry: bool = True) -> None:
+        self.retry = retry
+        """False: a second try cannot help."""
+        super().__init__(reason)
+
+
+class FileFailed(TangramError):
+    """A file inside a sandbox cannot be read or written as asked."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path}: {reason}")
+
+
+class SessionEnded(TangramError):
+    """The shell of a session is gone: a command timed out, was cancelled, or ended it."""
+
+
+class ActionFailed(TangramError):
+    """An action did not bring what was wanted of it."""
+
+    def __init__(self, message: str, result: object) -> None:
+        self.result = result
+        super().__init__(message)
+
+
+class CommandFailed(ActionFailed):
+    """The command ended with an exit code other than 0."""
+
+
+class ActionTimedOut(ActionFailed):
+    """The time limit was reached."""
+
+
+class ActionCancelled(ActionFailed):
+    """The caller cancelled it."""
+
+
+class ActionLost(ActionFailed):
+    """Our side failed: a machine, a sandbox, a start."""
 
 
 class InvariantError(TangramError):

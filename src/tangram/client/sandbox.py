@@ -1,0 +1,332 @@
+"""A sandbox, as its user sees it: commands, files, sessions, servers, copies.
+
+Owns the ids of its actions and the order of opening and closing. Opening and closing are actions as well: they wait
+for their turn like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from tangram.client.result import Result, result_of
+from tangram.client.sizes import Cpus, amounts, in_bytes
+from tangram.client.transport import Pending, Transport
+from tangram.client.trees import pack_tree, unpack_tree
+from tangram.core.action import PRIORITY_MAX, Action
+from tangram.core.demand import CPU, Demand, cores
+from tangram.core.speedup import Speedup
+from tangram.errors import SessionEnded
+from tangram.managers.base import Files
+from tangram.managers.work import CAPTURE_BYTES_MAX, MIB, Close, Commit, Entry, Exec, Executed, Open, SandboxSpec, Work
+
+FILE_BYTES_MAX = 256 * MIB
+"""Of one `read`, unless the caller says otherwise."""
+TREE_BYTES_MAX = 2048 * MIB
+"""Of one `download`."""
+OPEN_CORES, CLOSE_CORES, COMMIT_CORES = 0.2, 0.1, 0.5
+"""Cores that opening, closing and sealing are granted: a few milliseconds of work each."""
+
+Command = str | Sequence[str]
+OnOutput = Callable[[str, bytes], None]
+"""Is told what a program writes as it comes: "stdout" or "stderr", and the bytes."""
+
+
+class Image(msgspec.Struct, frozen=True):
+    """Sealed files from which sandboxes open copy-on-write."""
+
+    name: str
+
+
+class Sandbox:
+    """Files and processes that are kept between actions, and hold cores only while one runs."""
+
+    def __init__(
+        self, transport: Transport, name: str, spec: SandboxSpec, *, run: str, trajectory: str, task: str
+    ) -> None:
+        self.name = name
+        self._transport = transport
+        self._spec = spec
+        self._run = run
+        self._trajectory = trajectory or name
+        self._task = task
+        self._numbers = count(1)
+
+    # ---- its life ----
+
+    async def __aenter__(self) -> Self:
+        self._transport.reserve(self.name, -(-self._spec.memory_bytes // MIB), self._run)
+        try:
+            await self._errand("open", Open(spec=self._spec), OPEN_CORES)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End everything in it; its files are forgotten."""
+        try:
+            await self._errand("close", Close(), CLOSE_CORES, priority=PRIORITY_MAX)
+        finally:
+            self._transport.release(self.name)
+
+    async def _errand(self, kind: str, work: Work, size: float, priority: int = 0) -> None:
+        """Work of ours on the sandbox: it succeeds, or raises what kept it from that."""
+        action = self._action(kind, Demand({CPU: cores(size)}), idempotent=True, priority=priority)
+        settled = await self._transport.submit(action, work).settled()
+        result_of(kind, settled.outcome, settled.executed or _DONE).check()
+
+    def _action(
+        self,
+        kind: str,
+        demand: Demand,
+        *,
+        key: str = "",
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        idempotent: bool = False,
+        duration_s: float | None = None,
+    ) -> Action:
+        return Action(
+            id=f"{self.name}.{next(self._numbers)}",
+            demand=demand,
+            run=self._run,
+            task=self._task,
+            trajectory=self._trajectory,
+            sandbox=self.name,
+            kind=kind,
+            key=key,
+            timeout_s=timeout_s,
+            deadline_s=deadline_s,
+            priority=priority,
+            idempotent=idempotent,
+            duration_s=duration_s,
+        )
+
+    # ---- commands ----
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cpus: Cpus = None,
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str = b"",
+        key: str = "",
+        speedup: Speedup | None = None,
+        duration_s: float | None = None,
+        priority: int = 0,
+        idempotent: bool = False,
+        capture: int | str = CAPTURE_BYTES_MAX,
+        on_output: OnOutput | None = None,
+    ) -> Result:
+        """Run a command to its end, as one action.
+
+        A string goes through a shell, a list of words does not; `{cpus}` in it becomes the number of cores that it got.
+        `cpus`: a number, or (least, most) for commands that run faster on more, or None for what is learned. `key`:
+        your word for commands that behave alike. `timeout_s` counts from its start, `deadline_s` from now.
+        """
+        work = _work(command, cwd=cwd, env=env, stdin=stdin, capture=capture)
+        action = self._action(
+            "exec", Demand({CPU: amounts(cpus)}, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
+            priority=priority, idempotent=idempotent, duration_s=duration_s,
+        )  # fmt: skip
+        settled = await self._submit(action, work, on_output).settled()
+        return result_of(work.shown, settled.outcome, settled.executed)
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        cpus: Cpus = 1,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        key: str = "",
+        capture: int | str = CAPTURE_BYTES_MAX,
+        on_output: OnOutput | None = None,
+    ) -> Server:
+        """Start a program that stays up, such as a server. It holds its cores until it is stopped."""
+        work = _work(command, cwd=cwd, env=env, capture=capture)
+        pending = self._submit(self._action("server", Demand({CPU: amounts(cpus)}), key=key), work, on_output)
+        try:
+            await pending.started()
+        except asyncio.CancelledError:
+            pending.cancel()
+            raise
+        return Server(pending, work.shown)
+
+    def session(self) -> Session:
+        """A shell that is held between commands: its directory, variables and functions stay."""
+        return Session(self, f"session-{next(self._numbers)}")
+
+    def _submit(self, action: Action, work: Exec, on_output: OnOutput | None) -> Pending:
+        output = None if on_output is None else lambda stream, data: on_output(_STREAMS[stream], data)
+        return self._transport.submit(action, work, output)
+
+    # ---- files ----
+
+    async def read(self, path: str, *, bytes_max: int | str = FILE_BYTES_MAX) -> bytes:
+        """The content of a file. Raises FileFailed if it is not there, not readable or larger."""
+        return await self._files.read(self.name, path, bytes_max=in_bytes("bytes_max", bytes_max))
+
+    async def read_text(self, path: str, *, bytes_max: int | str = FILE_BYTES_MAX) -> str:
+        return (await self.read(path, bytes_max=bytes_max)).decode(errors="replace")
+
+    async def write(self, path: str, content: bytes | str, *, mode: int = 0o644) -> None:
+        """Make or replace a file; it appears whole. Directories above it are made."""
+        data = content.encode() if isinstance(content, str) else content
+        await self._files.write(self.name, path, data, mode=mode)
+
+    async def list(self, path: str = ".") -> list[Entry]:
+        return await self._files.list(self.name, path)
+
+    async def delete(self, path: str) -> None:
+        """A file or a whole tree. Links are removed, not followed."""
+        await self._files.delete(self.name, path)
+
+    async def upload(self, source: str | Path, path: str = ".") -> None:
+        """Copy a file or a directory of this machine below a directory of the sandbox, under its own name."""
+        tar = await asyncio.to_thread(pack_tree, Path(source))
+        with tar:
+            await self._files.unpack(self.name, path, tar)
+
+    async def download(self, path: str, target: str | Path, *, bytes_max: int | str = TREE_BYTES_MAX) -> Path:
+        """Copy a file or a directory of the sandbox below a directory of this machine, under its own name.
+
+        What comes from a sandbox is not trusted: links that lead out of the target, devices and pipes are left out, and
+        nothing that is there already is replaced.
+        """
+        with io.BytesIO() as tar:
+            await self._files.pack(self.name, path, tar, bytes_max=in_bytes("bytes_max", bytes_max))
+            tar.seek(0)
+            return await asyncio.to_thread(unpack_tree, tar, Path(target))
+
+    @property
+    def _files(self) -> Files:
+        return self._transport.files(self.name)
+
+    # ---- copies ----
+
+    async def commit(self, name: str = "") -> Image:
+        """Seal its files as an image from which others open copy-on-write. Programs in it stand still meanwhile."""
+        name = name or f"{self.name}-{next(self._numbers)}"
+        await self._errand("commit", Commit(image=name), COMMIT_CORES)
+        return Image(name)
+
+
+class Session:
+    """A held shell of a sandbox."""
+
+    def __init__(self, sandbox: Sandbox, name: str) -> None:
+        self._sandbox = sandbox
+        self._name = name
+        self._ended = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        cpus: Cpus = None,
+        timeout_s: float | None = None,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        key: str = "",
+        capture: int | str = CAPTURE_BYTES_MAX,
+        on_output: OnOutput | None = None,
+    ) -> Result:
+        """Run a command in the shell. A timeout or a cancellation ends the shell: `Result.session_ended` says so."""
+        if self._ended:
+            raise SessionEnded(f"the session ended with {self._ended!r}; open another one with box.session()")
+        box = self._sandbox
+        work = _work(command, cwd=cwd, env=env, capture=capture, session=self._name)
+        action = box._action("exec", Demand({CPU: amounts(cpus)}), key=key, timeout_s=timeout_s)
+        try:
+            settled = await box._submit(action, work, on_output).settled()
+        except asyncio.CancelledError:
+            self._ended = work.shown
+            raise
+        result = result_of(work.shown, settled.outcome, settled.executed)
+        if result.session_ended:
+            self._ended = work.shown
+        return result
+
+    async def close(self) -> None:
+        if not self._ended:
+            await self.exec("exit")
+            self._ended = "close"
+
+
+class Server:
+    """A program that stays up and holds its cores until it is stopped."""
+
+    def __init__(self, pending: Pending, command: str) -> None:
+        self._pending = pending
+        self._command = command
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> Result:
+        """Ask it to end, kill it if it does not; what it wrote comes back."""
+        self._pending.cancel()
+        return await self.wait()
+
+    async def wait(self) -> Result:
+        """Until it ends by itself."""
+        settled = await self._pending.settled()
+        return result_of(self._command, settled.outcome, settled.executed)
+
+
+_STREAMS = {1: "stdout", 2: "stderr"}
+
+
+_DONE = Executed(exit_code=0)
+"""Of work that runs no program."""
+
+
+def _work(
+    command: Command,
+    *,
+    cwd: str,
+    env: Mapping[str, str] | None,
+    capture: int | str,
+    stdin: bytes | str = b"",
+    session: str = "",
+) -> Exec:
+    return Exec(
+        command=command if isinstance(command, str) else tuple(command),
+        cwd=cwd,
+        env=dict(env or {}),
+        stdin=stdin.encode() if isinstance(stdin, str) else stdin,
+        capture_bytes_max=0 if capture == 0 else in_bytes("capture", capture),
+        session=session,
+    )

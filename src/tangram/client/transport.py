@@ -1,0 +1,96 @@
+"""Transports: how a client reaches an orchestrator. One client, several transports.
+
+A transport carries actions with their work there and what came of them back, and gives access to the files and images
+of the managers. LocalTransport is an orchestrator inside this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Protocol, Self
+
+from tangram.core.action import Action
+from tangram.managers.base import Files, Images, Output
+from tangram.managers.work import Work
+from tangram.service.orchestrator import Orchestrator, Settled, Ticket
+
+
+class Pending(Protocol):
+    """An action under way."""
+
+    async def started(self) -> None:
+        """Until it runs, or has settled without."""
+        ...
+
+    async def settled(self) -> Settled:
+        """Until it has settled. Whoever is cancelled here cancels the action, and goes when that has settled."""
+        ...
+
+    def cancel(self) -> None: ...
+
+
+class Transport(Protocol):
+    def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending: ...
+
+    def reserve(self, sandbox: str, memory_mib: int, run: str) -> None:
+        """Memory for a sandbox to come. Raises AdmissionRefused."""
+        ...
+
+    def release(self, sandbox: str) -> None: ...
+
+    def files(self, sandbox: str) -> Files: ...
+
+    @property
+    def images(self) -> Images: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LocalPending:
+    def __init__(self, orchestrator: Orchestrator, ticket: Ticket) -> None:
+        self._orchestrator = orchestrator
+        self._ticket = ticket
+
+    async def started(self) -> None:
+        await asyncio.shield(self._ticket.started)
+
+    async def settled(self) -> Settled:
+        return await self._orchestrator.settle(self._ticket)
+
+    def cancel(self) -> None:
+        self._orchestrator.cancel(self._ticket.action.id)
+
+
+class LocalTransport:
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self.orchestrator = orchestrator
+
+    def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
+        return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
+
+    def reserve(self, sandbox: str, memory_mib: int, run: str) -> None:
+        self.orchestrator.reserve(sandbox, memory_mib, run)
+
+    def release(self, sandbox: str) -> None:
+        self.orchestrator.release(sandbox)
+
+    def files(self, sandbox: str) -> Files:
+        return self.orchestrator.manager_of(sandbox)
+
+    @property
+    def images(self) -> Images:
+        return self.orchestrator.any_manager
+
+    async def __aenter__(self) -> Self:
+        await self.orchestrator.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.orchestrator.__aexit__(kind, error, trace)

@@ -1,0 +1,113 @@
+"""What every manager promises.
+
+A manager owns the resources of one node. It decides nothing: it starts what a Grant says, with the units that the Grant
+says, and tells how it ended. The rules that all of them follow, and that one contract suite checks:
+
+- `start` returns when the work runs, or raises ManagerError and has left nothing behind;
+- a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
+- when `wait` has returned after `stop`, nothing that the action started is left, and nothing else was touched;
+- what an action that came to its end leaves running stays in its sandbox and does not run while no action does;
+- `resize` takes effect at once and never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+from tangram.core.action import Action
+from tangram.core.messages import Grant, Pool
+from tangram.managers.work import Ended, Entry, Work
+
+Output = Callable[[int, bytes], None]
+"""Is told what a program writes as it comes: STDOUT or STDERR, and the bytes."""
+
+STOP_GRACE_S = 2.0
+"""Between asking the processes of an action to end and killing them."""
+
+
+class Lease(Protocol):
+    """A manager's live handle for a grant."""
+
+    async def wait(self) -> Ended:
+        """Until the work has ended."""
+        ...
+
+    def resize(self, *, reserved: int, limit: int) -> None:
+        """Milli-cores from now on."""
+        ...
+
+    async def stop(self) -> None:
+        """End it: ask first, kill after STOP_GRACE_S. Returns when `wait` will return without delay."""
+        ...
+
+
+class Files(Protocol):
+    """Files of sandboxes. All paths are looked up inside; a failure there is FileFailed."""
+
+    async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes: ...
+
+    async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
+        """The file appears whole or not at all; directories above it are made."""
+        ...
+
+    async def list(self, sandbox: str, path: str) -> list[Entry]:
+        """Sorted by name."""
+        ...
+
+    async def delete(self, sandbox: str, path: str) -> None:
+        """A file or a whole tree; links are not followed."""
+        ...
+
+    async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
+        """A file or a tree as a tar. It comes from the sandbox: whoever unpacks it must not trust it."""
+        ...
+
+    async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
+        """Put the content of a tar below a directory, which is made."""
+        ...
+
+
+class Images(Protocol):
+    """Images that sandboxes can be opened from, besides those that Commit makes."""
+
+    async def add_image(self, path: str) -> str:
+        """A root directory, or a tar as `docker save` or OCI write it. Returns the name of the image."""
+        ...
+
+    async def recall_image(self, key: str) -> str:
+        """The image that was remembered under this key, or an empty string."""
+        ...
+
+    async def remember_image(self, key: str, name: str) -> None:
+        """Keep a committed image beyond the life of this process."""
+        ...
+
+    async def forget_image(self, name: str) -> None:
+        """Delete a committed image; sandboxes that were opened from it live on."""
+        ...
+
+
+class Manager(Files, Images, Protocol):
+    """The resources of one node."""
+
+    backend: str
+    isolates: bool
+    """Whether a program in a sandbox is kept from the machine and from other sandboxes."""
+
+    def pools(self) -> tuple[Pool, ...]:
+        """What this node has."""
+        ...
+
+    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease: ...
+
+    async def __aenter__(self) -> Self:
+        """Take possession: sweep what a dead owner left."""
+        ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End everything and leave nothing behind."""
+        ...

@@ -1,0 +1,71 @@
+"""The machine: how many cores and how much memory sandboxes may have, and how its CPUs are grouped."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Self
+
+from tangram.errors import InvalidConfig
+
+MEMORY_SHARE = 0.9
+"""Of the memory that is available at start; the rest is for this process and the system."""
+NODES = Path("/sys/devices/system/node")
+
+
+class Machine:
+    def __init__(
+        self, cores: float, memory_bytes: int, cpus: tuple[int, ...], cpus_by_cell: dict[int, tuple[int, ...]]
+    ) -> None:
+        self.cores = cores
+        self.memory_bytes = memory_bytes
+        self.cpus = cpus
+        self.cpus_by_cell = cpus_by_cell
+        """Per NUMA node; empty if there is one."""
+
+    @classmethod
+    def of_this(cls, *, cores: float | None = None, memory_bytes: int | None = None) -> Self:
+        """What this process may use, or less if the caller says so."""
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
+        if cores is None:
+            cores = float(len(cpus))
+        if not 0.0 < cores <= len(cpus):
+            raise InvalidConfig("cores", cores, f"more than 0 and at most {len(cpus)}, which this process may use")
+        cpus = cpus[: math.ceil(cores)]
+        available = available_memory_bytes()
+        if memory_bytes is None:
+            memory_bytes = int(available * MEMORY_SHARE)
+        if memory_bytes < 1:
+            raise InvalidConfig("memory_bytes", memory_bytes, "a positive number of bytes")
+        by_cell = numa_cells(cpus)
+        even = len({len(cell) for cell in by_cell.values()}) == 1 and float(cores).is_integer()
+        return cls(cores, memory_bytes, cpus, by_cell if len(by_cell) > 1 and even else {})
+
+
+def available_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise InvalidConfig("/proc/meminfo", "no MemAvailable", "a line MemAvailable; give the memory in the config")
+
+
+def numa_cells(cpus: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """The given CPUs by NUMA node, numbered from 0 in the order of the system's nodes."""
+    found = []
+    for directory in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        here = parse_list((directory / "cpulist").read_text(encoding="ascii"))
+        cell = tuple([cpu for cpu in cpus if cpu in here])
+        if cell:
+            found.append(cell)
+    return dict(enumerate(found))
+
+
+def parse_list(text: str) -> list[int]:
+    """`0-3,8` as the kernel writes it."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        low, _, high = part.partition("-")
+        if low:
+            found += range(int(low), int(high or low) + 1)
+    return found

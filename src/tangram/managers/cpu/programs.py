@@ -1,0 +1,354 @@
+"""Programs: the leases of actions that execute something in a sandbox.
+
+Owns the way of one program from its grant to its end: the slot that it runs in, its streams, what it used. Promises
+what `managers.base` asks of a lease. Two kinds: a program of its own, and a command for a held shell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tangram.core.action import Usage
+from tangram.core.demand import CORE, CPU
+from tangram.core.messages import Grant, Share
+from tangram.errors import ManagerError
+from tangram.managers.base import STOP_GRACE_S, Output
+from tangram.managers.capture import Capture
+from tangram.managers.cpu.cores import Cores
+from tangram.managers.cpu.sandbox import Sandbox, Slot
+from tangram.managers.cpu.session import HELD_SHELL, Session, ShellPipes
+from tangram.managers.cpu.spawning import ExecFailed, Program, Spawning
+from tangram.managers.cpu.streams import Stream, standard_input
+from tangram.managers.width import filled_in, told
+from tangram.managers.work import STDERR, STDOUT, WORKSPACE, Ended, Exec, Executed, inside
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""Exit codes, as a shell gives them."""
+LOOK_S = 0.005
+"""How often the processes of an action that was asked to end are looked at."""
+
+
+class Placement:
+    """Which slot sees which CPUs. When an action ends, another one may move to where it was."""
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores = cores
+        self._slots: dict[str, Slot] = {}
+
+    def enter(self, action: str, grant: Grant, share: Share, sandbox: Sandbox) -> tuple[Slot, int]:
+        """The slot of an action, and its width on this machine."""
+        cpus = self._cores.place(action, width=grant.width, reserved=share.reserved, cells=share.cells)
+        try:
+            slot = sandbox.enter(reserved=share.reserved, limit=min(share.limit, self._cores.total), cpus=cpus)
+        except BaseException:
+            self._cores.leave(action)
+            raise
+        self._slots[action] = slot
+        return slot, len(cpus) * CORE
+
+    def resize(self, action: str, sandbox: Sandbox, *, reserved: int, limit: int) -> None:
+        sandbox.resize(self._slots[action], reserved=reserved, limit=min(limit, self._cores.total))
+        self._cores.change(action, reserved)
+
+    def leave(self, action: str) -> None:
+        del self._slots[action]
+        moved = self._cores.leave(action)
+        if moved is not None:
+            with contextlib.suppress(OSError):  # its sandbox may be going
+                self._slots[moved[0]].group.set_cpus(moved[1])
+
+
+class ProgramLease:
+    """A program of its own in a slot of its sandbox."""
+
+    def __init__(
+        self,
+        action: str,
+        grant: Grant,
+        work: Exec,
+        output: Output | None,
+        *,
+        sandbox: Sandbox,
+        spawning: Spawning,
+        place: Placement,
+    ) -> None:
+        self.action = action
+        self.work = work
+        self.sandbox = sandbox
+        self._spawning = spawning
+        self._place = place
+        self._loop = asyncio.get_running_loop()
+        share = next(share for share in grant.shares if share.pool.startswith(CPU))
+        self._reserved = share.reserved
+        self.slot, self._width = place.enter(action, grant, share, sandbox)
+        self._output = output
+        self._captures = (Capture(work.capture_bytes_max), Capture(work.capture_bytes_max))
+        self._program: Program | None = None
+        self._failure: ExecFailed | None = None
+        self._streams: tuple[Stream, ...] = ()
+        self._began_at = self._loop.time()
+        self._stopped: asyncio.Event | None = None
+        """Given: it was asked to stop; set when nothing of it is left."""
+        self._starved_s = 0.0
+
+    # ---- beginning ----
+
+    async def begin(self) -> None:
+        try:
+            await self._launch()
+        except ExecFailed as error:
+            self._failure = error
+        except BaseException:
+            await self._vacate(keep=False)
+            raise
+        self._began_at = self._loop.time()
+
+    async def _launch(self) -> None:
+        command = filled_in(self.work.command, self._width)
+        argv = [self.sandbox.image.shell, "-c", command] if isinstance(command, str) else list(command)
+        self._streams = (Stream(STDOUT), Stream(STDERR))
+        self._program = await self._execute(argv, self.work.stdin)
+
+    async def _execute(self, argv: list[str], stdin: bytes, extra: dict[int, int] | None = None) -> Program:
+        """`extra`: descriptors that the program gets besides its three streams, by their number there."""
+        extra = extra or {}
+        source = standard_input(stdin)
+        try:
+            for stream, capture in zip(self._streams, self._captures, strict=True):
+                stream.begin(capture, self._output)
+            return await self._spawning.execute(
+                self.sandbox.box,
+                [source, *(stream.writer for stream in self._streams), *extra.values()],
+                argv=argv,
+                env=self._environment(),
+                cwd=inside(self.work.cwd or self.sandbox.image.cwd or WORKSPACE),
+                groups=self.slot.joins,
+                targets=(0, 1, 2, *extra),
+            )
+        finally:
+            os.close(source)
+            for stream in self._streams:
+                stream.close_writer()
+
+    def _environment(self) -> dict[str, str]:
+        sandbox = self.sandbox
+        home = "/root" if sandbox.spec.user == "root" else "/home/agent"
+        given = BASE_ENVIRONMENT | {"HOME": home, "USER": sandbox.spec.user}
+        return told(self._width, given | sandbox.image.env | sandbox.spec.env | self.work.env)
+
+    # ---- running ----
+
+    def resize(self, *, reserved: int, limit: int) -> None:
+        self._reserved = reserved
+        self._place.resize(self.action, self.sandbox, reserved=reserved, limit=limit)
+
+    async def stop(self) -> None:
+        if self._stopped is None:
+            self._stopped = asyncio.Event()
+            try:
+                self._starved_s = self._starvation()
+                await self._stop()
+            finally:
+                self._stopped.set()
+        await self._stopped.wait()
+
+    async def _stop(self) -> None:
+        group = self.slot.group
+        group.signal_all(signal.SIGTERM)
+        for _ in range(int(STOP_GRACE_S / LOOK_S)):
+            if not group.processes():
+                break
+            await asyncio.sleep(LOOK_S)
+        await self.sandbox.kill(self.slot)
+
+    def _starvation(self) -> float:
+        """Seconds for which it waited for CPU while it had less than its reserve."""
+        elapsed = self._loop.time() - self._began_at
+        had = self.slot.group.cpu_s() - self.slot.cpu_s
+        lacking = elapsed - had * CORE / max(self._reserved, 1)
+        if lacking <= 0.0:
+            return 0.0
+        return min(lacking, sum(map(_run_delay_s, self.slot.group.processes())))
+
+    # ---- ending ----
+
+    async def wait(self) -> Ended:
+        """Whatever happens to it, this returns once, and its units are free then."""
+        code: int | None = None
+        lost = ""
+        try:
+            code = await self._end()
+        except ManagerError as error:
+            lost = str(error)
+        ended_at = self._loop.time()
+        if self._stopped is not None:
+            await self._stopped.wait()
+        for stream in self._streams:
+            stream.end()
+        if not lost and code == -signal.SIGKILL and self._stopped is None and self.sandbox.is_ending():
+            lost = f"sandbox {self.sandbox.name} ended while the action ran"
+        usage, out_of_memory = self._used()
+        await self._vacate(keep=self._stopped is None and not lost)
+        usage = _with_overhead(usage, self._loop.time() - ended_at, self._starved_s)
+        return Ended(usage=usage, executed=self._executed(code, out_of_memory), lost=lost)
+
+    async def _end(self) -> int | None:
+        if self._failure is not None:
+            self._captures[1].feed(f"tangram: {self._failure.reason}\n".encode())
+            return NOT_FOUND if self._failure.errno == errno.ENOENT else NOT_EXECUTABLE
+        assert self._program is not None
+        return (await self._program.exited)[0]
+
+    def _executed(self, code: int | None, out_of_memory: bool) -> Executed:
+        out, err = self._captures
+        return Executed(
+            exit_code=None if self._stopped is not None or code is None else code if code >= 0 else 128 - code,
+            stdout=out.content(),
+            stderr=err.content(),
+            stdout_bytes=out.total_bytes,
+            stderr_bytes=err.total_bytes,
+            out_of_memory=out_of_memory,
+            session_ended=self._session_ended(),
+        )
+
+    def _session_ended(self) -> bool:
+        return False
+
+    def _used(self) -> tuple[Usage, bool]:
+        try:
+            cpu_s, throttled_s = self.slot.used()
+            peak = self.sandbox.group.memory_peak_bytes()
+            killed = self.sandbox.new_memory_kills() > 0
+        except OSError:
+            return Usage(), False  # its groups are gone with the sandbox
+        return Usage(cpu_s=cpu_s, throttled_s=throttled_s, memory_peak_bytes=peak), killed
+
+    async def _vacate(self, *, keep: bool) -> None:
+        """Give the slot back. What the action left running stays in the sandbox if `keep`, else it is killed."""
+        try:
+            if not keep:
+                await self.sandbox.kill(self.slot)
+            self.sandbox.leave(self.slot)
+        except (OSError, ManagerError):
+            pass  # its groups are gone with the sandbox
+        self._place.leave(self.action)
+        self._let_streams_go()
+
+    def _let_streams_go(self) -> None:
+        self.sandbox.discard(self._streams)
+
+
+class SessionLease(ProgramLease):
+    """A command for a held shell, which is started if there is none."""
+
+    _session: Session | None = None
+    _status: asyncio.Future[int] | None = None
+
+    async def _launch(self) -> None:
+        name = self.work.session
+        session = self.sandbox.sessions.get(name)
+        if session is not None and session.busy:
+            raise ManagerError(f"session {name} of sandbox {self.sandbox.name} runs a command already", retry=False)
+        if session is not None and session.program.exited.done():
+            session.close()
+            session = None
+        if session is None:
+            session = await self._hold_shell()
+            self.sandbox.sessions[name] = session
+        else:
+            self.slot.group.adopt([session.program.pid])
+            for stream, capture in zip(session.streams, self._captures, strict=True):
+                stream.begin(capture, self._output)
+        session.busy = True
+        self._session = session
+        self._streams = session.streams
+        self._status = session.run(self._command(session))
+
+    async def _hold_shell(self) -> Session:
+        pipes = ShellPipes()
+        self._streams = streams = (Stream(STDOUT), Stream(STDERR))
+        try:
+            program = await self._execute([self.sandbox.image.shell, "-c", HELD_SHELL], b"", pipes.given)
+        except BaseException:
+            pipes.close_kept()
+            for stream in streams:
+                stream.close()
+            raise
+        finally:
+            pipes.close_given()
+        return Session(program, streams, pipes.commands, pipes.statuses)
+
+    def _command(self, session: Session) -> str:
+        lines = []
+        if session.width != self._width:
+            lines += [f"export {name}={_quoted(value)}" for name, value in told(self._width, {}).items()]
+            session.width = self._width
+        lines += [f"export {name}={_quoted(value)}" for name, value in self.work.env.items()]
+        command = filled_in(self.work.command, self._width)
+        assert isinstance(command, str)
+        if self.work.cwd:
+            command = f"cd {_quoted(inside(self.work.cwd))} && eval {_quoted(command)}"
+        return "\n".join([*lines, command])
+
+    async def _end(self) -> int | None:
+        if self._failure is not None:
+            return await super()._end()
+        assert self._session is not None and self._status is not None
+        both: list[asyncio.Future[Any]] = [self._status, self._session.program.exited]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if self._status.done():
+            return self._status.result()
+        return self._session.program.exited.result()[0]
+
+    def _session_ended(self) -> bool:
+        return self._session is not None and self.sandbox.sessions.get(self.work.session) is not self._session
+
+    async def _vacate(self, *, keep: bool) -> None:
+        session = self._session
+        if session is not None:
+            session.busy = False
+            if not keep or (self._status is not None and not self._status.done()):
+                del self.sandbox.sessions[self.work.session]
+                session.close()
+        await super()._vacate(keep=keep)
+
+    def _let_streams_go(self) -> None:
+        """They are the shell's."""
+
+
+BASE_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+}
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _run_delay_s(pid: int) -> float:
+    """Seconds for which the threads of a process were ready to run and did not."""
+    total = 0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += int((task / "schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        pass
+    return total / 1e9
+
+
+def _with_overhead(usage: Usage, overhead_s: float, starved_s: float) -> Usage:
+    return Usage(
+        cpu_s=usage.cpu_s,
+        throttled_s=usage.throttled_s,
+        memory_peak_bytes=usage.memory_peak_bytes,
+        overhead_s=overhead_s,
+        starved_s=starved_s,
+    )

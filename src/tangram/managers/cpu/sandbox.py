@@ -1,0 +1,231 @@
+"""A sandbox: its control groups, who runs in it, and whether it stands still.
+
+Owns the groups below its own: a *slot* for each action that runs at the same time, used again and again, and one group
+for what actions leave running. Decides nothing. Promises that nothing in a sandbox runs while no action does, that CPU
+is given by weight and quota as granted, and that a sandbox which is closed leaves no group, process or directory.
+
+    sandbox          weight: the reserves of its running actions; memory; number of processes
+    ├── init         (version 2 only, where a group with children holds no process; in version 1 the sandbox itself)
+    ├── a0, a1, …    slots: weight and quota of one action, the CPUs that it sees
+    ├── files        file work of the owner: counts as the sandbox's memory, never stands still
+    └── background   what actions left running, and held shells between commands: frozen while no action runs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from tangram.errors import ManagerError
+from tangram.managers.cpu.cgroups import Group
+from tangram.managers.cpu.images import Image
+from tangram.managers.cpu.session import Session
+from tangram.managers.cpu.streams import Stream
+from tangram.managers.work import SandboxSpec
+
+SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
+"""Version 1: memory and the number of processes are limited for the sandbox as a whole."""
+WHOLE_CONTROLLERS = ("memory", "pids")
+BACKGROUND_RESERVE = 10
+"""Milli-cores, as weight: what was left running yields to actions."""
+KILL_PAUSE_S = 0.002
+KILL_ROUNDS_MAX = 5000
+"""A process in the middle of a system call, such as a write to a slow disk, ends after it."""
+
+
+class Slot:
+    """The place of one running action."""
+
+    def __init__(self, group: Group, joins: list[str]) -> None:
+        self.group = group
+        self.joins = joins
+        """A process whose id is written to each of these files is in the slot."""
+        self.cpu_s = 0.0
+        self._throttled_s = 0.0
+        """Of all actions before the present one, as `cpu_s`."""
+
+    def used(self) -> tuple[float, float]:
+        """CPU and throttled seconds since the last call."""
+        cpu_s, throttled_s = self.group.cpu_s(), self.group.throttled_s()
+        used = (cpu_s - self.cpu_s, throttled_s - self._throttled_s)
+        self.cpu_s, self._throttled_s = cpu_s, throttled_s
+        return max(0.0, used[0]), max(0.0, used[1])
+
+
+class Sandbox:
+    def __init__(self, name: str, box: str, spec: SandboxSpec, image: Image, group: Group, directory: Path) -> None:
+        self.name = name
+        self.box = box
+        """Its name for the spawner and in paths."""
+        self.spec = spec
+        self.image = image
+        self.group = group
+        self.directory = directory
+        """Where its holder mounts its files; others see an empty directory."""
+        self.init = 0
+        """Its first process."""
+        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why it is no more."""
+        self.sessions: dict[str, Session] = {}
+        self._discarding: list[Stream] = []
+        """Streams of actions that have ended, which what they left running still holds."""
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+        self._reserved_by_slot: dict[Slot, int] = {}
+        self._background: Group | None = None
+        self._files: Slot | None = None
+        self._frozen = False
+        self._memory_kills = 0
+
+    # ---- groups ----
+
+    def prepare(self) -> list[str]:
+        """Set the limits of the whole. Returns what its first process joins."""
+        self.group.set_memory(self.spec.memory_bytes)
+        self.group.set_processes_max(self.spec.processes_max)
+        self.group.delegate()
+        init = self.group if self.group.version == 1 else self.group.child("init")
+        return init.join_files
+
+    def _make_slot(self, name: str) -> Slot:
+        if self.group.version == 2:
+            group = self.group.child(name)
+            return Slot(group, group.join_files)
+        group = self.group.child(name, SLOT_CONTROLLERS)
+        return Slot(group, group.join_files + self.group.part(WHOLE_CONTROLLERS).join_files)
+
+    @property
+    def files(self) -> list[str]:
+        """What file work joins."""
+        if self.group.version == 1:
+            return self.group.part(WHOLE_CONTROLLERS).join_files
+        if self._files is None:
+            self._files = self._make_slot("files")
+        return self._files.joins
+
+    def _background_group(self) -> Group:
+        if self._background is None:
+            self._background = self._make_slot("background").group
+            self._background.set_weight(BACKGROUND_RESERVE)
+        return self._background
+
+    # ---- actions ----
+
+    def enter(self, *, reserved: int, limit: int, cpus: tuple[int, ...]) -> Slot:
+        """A slot with these units; the sandbox runs."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._make_slot(f"a{len(self._slots)}")
+            self._slots.append(slot)
+        try:
+            slot.group.set_cpu(reserved=reserved, limit=limit)
+            slot.group.set_cpus(cpus)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        if not self._reserved_by_slot:
+            self.wake()
+            if self.group.version == 1:
+                self.group.forget_memory_peak()
+        self._weigh(slot, reserved)
+        return slot
+
+    def resize(self, slot: Slot, *, reserved: int, limit: int) -> None:
+        slot.group.set_cpu(reserved=reserved, limit=limit)
+        self._weigh(slot, reserved)
+
+    def leave(self, slot: Slot) -> None:
+        """Whatever still runs there goes to the background; without any action the sandbox stands still."""
+        if slot.group.processes():
+            slot.group.freeze()  # whoever stands still does not fork while it is moved
+            self._background_group().adopt(slot.group.processes())
+            slot.group.thaw()
+        del self._reserved_by_slot[slot]
+        self._free.append(slot)
+        if self._reserved_by_slot:
+            self._weigh()
+        elif self._background is not None and not self._frozen:
+            self._background.freeze()
+            self._frozen = True
+
+    def background(self, pids: list[int]) -> None:
+        self._background_group().adopt(pids)
+
+    async def kill(self, slot: Slot) -> None:
+        """Everything in the slot, and nothing else."""
+        for _ in range(KILL_ROUNDS_MAX):
+            if slot.group.kill_round():
+                return
+            await asyncio.sleep(KILL_PAUSE_S)
+        raise ManagerError(f"processes of sandbox {self.name} cannot be killed: {slot.group.processes()[:8]}")
+
+    def _weigh(self, slot: Slot | None = None, reserved: int = 0) -> None:
+        if slot is not None:
+            self._reserved_by_slot[slot] = reserved
+        self.group.set_weight(sum(self._reserved_by_slot.values()))
+
+    def wake(self) -> None:
+        """What was left running runs."""
+        if self._frozen and self._background is not None:
+            self._background.thaw()
+            self._frozen = False
+
+    # ---- standing still for a moment ----
+
+    def hold_still(self) -> None:
+        """Nothing in it runs, actions included, until `go_on`."""
+        for group in self._groups():
+            group.freeze()
+
+    def go_on(self) -> None:
+        for group in self._groups():
+            if group is not self._background or self._reserved_by_slot:
+                group.thaw()
+
+    def _groups(self) -> list[Group]:
+        found = [slot.group for slot in self._slots]
+        return [*found, self._background] if self._background is not None else found
+
+    # ---- what was used, and the end ----
+
+    def new_memory_kills(self) -> int:
+        """Processes that the kernel has killed for want of memory since the last call."""
+        count = self.group.memory_kills()
+        new, self._memory_kills = count - self._memory_kills, count
+        return new
+
+    def is_ending(self) -> bool:
+        """Its first process is about to go, and with it all others."""
+        try:
+            with open(f"/proc/{self.init}/stat", "rb") as file:
+                state, _, _, _, _, _, flags = file.read().rpartition(b")")[2].split()[:7]
+        except OSError:
+            return True
+        return state in (b"Z", b"X") or bool(int(flags) & PF_EXITING)
+
+    def discard(self, streams: Iterable[Stream]) -> None:
+        """Go on reading what nobody wants, so that whoever still writes there can."""
+        self._discarding = [stream for stream in (*self._discarding, *streams) if stream.open]
+
+    def close_descriptors(self) -> None:
+        for session in self.sessions.values():
+            session.close()
+        for stream in self._discarding:
+            stream.close()
+        self.sessions, self._discarding = {}, []
+
+    def remove(self) -> None:
+        """Blocks until every process in it has ended and its groups are gone."""
+        if self._frozen and self._background is not None:
+            self._background.signal_all(9)
+            self._background.thaw()
+        self.group.remove()
+        with contextlib.suppress(FileNotFoundError):
+            self.directory.rmdir()
+
+
+PF_EXITING = 0x4
+"""In the flags of a process: it is on its way out."""

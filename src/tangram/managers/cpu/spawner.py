@@ -1,0 +1,722 @@
+"""The spawner: a small process of its own that starts programs inside sandboxes, and does file work there.
+
+It is run by its path, without site-packages, and imports only the standard library: a fork of it costs a fraction of a
+fork of the process that owns it. Owns every step between fork and exec. Decides nothing: it does what the messages on
+its socket say, one reply each, and tells when a program has ended. Promises that whatever it started dies with it, and
+that it dies with its owner: an end of the socket kills every sandbox.
+
+A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed everything, dropped every
+privilege and taken on the filter of system calls, and then waits for one order. The spawner forks a sandbox's next
+runner as soon as the last one got its order, so that the next order finds it ready; for how many sandboxes is bounded
+by SPARES_MAX. A runner is put into the control groups of its action before it gets its order, and shares nothing with
+the spawner but the streams that come with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import stat
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+MESSAGE_BYTES_MAX = 1 << 18
+"""Of one request. The owner refuses longer ones."""
+ANSWER_BYTES_MAX = 1 << 17
+"""Of what a runner answers, such as a listing."""
+SPARES_MAX = 64
+"""Runners that wait for an order. Each costs about half a megabyte; those of the sandboxes used last are kept."""
+LOOK_S = 0.0003
+"""How often the first process of a sandbox that is being made is looked at."""
+FDS_MAX = 8
+"""Of one request."""
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 24, 38, 22
+SECCOMP_MODE_FILTER = 2
+SO_SNDBUFFORCE = 32
+
+KEPT_BY_ROOT = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31)
+"""Capabilities of user 0 in a user namespace, as containers usually have: chown, dac_override, fowner, fsetid, kill,
+setgid, setuid, setpcap, net_bind_service, sys_chroot, mknod, audit_write, setfcap."""
+CAPABILITIES = 64
+"""More than any kernel has."""
+
+ORDER = 3
+"""The descriptor of a runner on which its order comes and its failure goes; exec closes it."""
+INFO, INIT, FILTER = 4, 5, 6
+"""Descriptors of bubblewrap: where it says who the first process is, the program that this becomes, and the filter of
+system calls that it gets."""
+LOW_FDS = 16
+"""The spawner's own descriptors stay above those that children are given."""
+
+FIRST_TO_GO = b"500"
+"""When the memory of a sandbox is used up, a program of it is killed rather than the sandbox."""
+
+RLIMITS = {"nofile": resource.RLIMIT_NOFILE, "core": resource.RLIMIT_CORE, "nice": resource.RLIMIT_NICE}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = _libc.prctl
+_prctl.argtypes = [ctypes.c_int, *([ctypes.c_ulong] * 4)]  # converts arguments in a tenth of the time
+
+Message = dict[str, Any]
+
+
+class StepFailed(Exception):
+    """A step between fork and exec."""
+
+    def __init__(self, step: str, code: int) -> None:
+        super().__init__(f"{step}: {os.strerror(code)}")
+
+
+def _call(step: str, result: int) -> None:
+    if result != 0:
+        raise StepFailed(step, ctypes.get_errno())
+
+
+class Runner:
+    """A process inside a sandbox that waits for its order."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.number = 0
+        """Of the request that it carries out; 0: it is spare."""
+        self.failed = False
+
+
+class Box:
+    """One sandbox: its first process, whose namespaces the others join, and the process that holds it."""
+
+    def __init__(self, name: str, holder: int, init: int, request: Message) -> None:
+        self.name = name
+        self.holder = holder
+        self.init_fd = os.pidfd_open(init)
+        self.holder_fd = os.pidfd_open(holder)
+        self.uid: int = request["uid"]
+        self.rlimits: dict[str, int] = request["rlimits"]
+        self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
+        self.spare: Runner | None = None
+        self._joins: dict[str, int] = {}
+
+    def kill(self) -> None:
+        """The kernel kills everything in a process namespace whose first process ends."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
+
+    def join(self, pid: int, groups: list[str]) -> None:
+        """Put a process into control groups, through files that stay open: a sandbox uses the same few again."""
+        for path in groups:
+            fd = self._joins.get(path)
+            if fd is None:
+                fd = self._joins[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(fd, b"%d" % pid)
+
+    def forget_joins(self) -> None:
+        for fd in self._joins.values():
+            os.close(fd)
+        self._joins = {}
+
+    def forget(self) -> None:
+        self.forget_joins()
+        os.close(self.init_fd)
+        os.close(self.holder_fd)
+
+
+def _namespace(pid: int, kind: str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/{kind}")
+
+
+class Spawner:
+    def __init__(self, owner: socket.socket) -> None:
+        self._owner = owner
+        self._boxes: dict[str, Box] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(owner, selectors.EVENT_READ, self._on_request)
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._filter: ctypes.Array[ctypes.c_char] | None = None
+        self._program: ctypes.Array[ctypes.c_char] | None = None
+        self._wanted: OrderedDict[str, None] = OrderedDict()
+        """Sandboxes whose next runner is to be forked when nothing else is to be done."""
+        self._spares: OrderedDict[str, None] = OrderedDict()
+        """Sandboxes that have a spare runner, the longest unused first."""
+        self._becoming: dict[int, Callable[[], None]] = {}
+        """First processes that are not yet what they are to be, with what to do then."""
+
+    def serve(self) -> None:
+        try:
+            while True:
+                timeout = 0.0 if self._wanted else LOOK_S if self._becoming else None
+                ready = self._selector.select(timeout)
+                for key, _ in ready:
+                    key.data(key.fileobj)
+                if self._becoming:
+                    self._look()
+                elif not ready and self._wanted:
+                    self._fork_spare(self._wanted.popitem()[0])
+        except EOFError:
+            pass
+        finally:
+            for box in self._boxes.values():
+                box.kill()
+
+    # ---- messages ----
+
+    def _on_request(self, _: object) -> None:
+        data, fds, flags, _ = socket.recv_fds(self._owner, MESSAGE_BYTES_MAX, FDS_MAX)
+        if not data:
+            raise EOFError
+        if flags & socket.MSG_TRUNC:
+            raise RuntimeError("a message longer than MESSAGE_BYTES_MAX came; the owner must refuse it")
+        head, _, order = data.partition(b"\n")
+        request: Message = json.loads(head)
+        try:
+            if order:
+                self._order(request, order, fds)
+            else:
+                _REQUESTS[request["do"]](self, request, fds)
+        except (OSError, StepFailed) as error:
+            self._reply(request["id"], error=str(error))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _reply(self, number: int, **fields: Any) -> None:
+        self._send({"id": number, **fields})
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._owner.send(json.dumps(message).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError from None
+
+    def _collect(self, fd: int, then: Callable[[bytes], None], into: bytearray | None = None) -> None:
+        """Read a pipe of a child to its end without waiting for it."""
+        chunks = bytearray() if into is None else into
+
+        def more(_: object) -> None:
+            data = os.read(fd, 65536)
+            if data:
+                if len(chunks) < ANSWER_BYTES_MAX:
+                    chunks.extend(data)
+                return
+            self._selector.unregister(fd)
+            os.close(fd)
+            then(bytes(chunks))
+
+        self._selector.register(fd, selectors.EVENT_READ, more)
+
+    def _watch(self, pid: int, then: Callable[[int, Any], None]) -> None:
+        """Call `then(exit code, resources)` when a child has ended; a signal is a negative code."""
+        fd = os.pidfd_open(pid)
+
+        def ended(_: object) -> None:
+            self._selector.unregister(fd)
+            os.close(fd)
+            _, status, usage = os.wait4(pid, 0)
+            then(os.waitstatus_to_exitcode(status), usage)
+
+        self._selector.register(fd, selectors.EVENT_READ, ended)
+
+    def _set_filter(self, request: Message, fds: list[int]) -> None:
+        """Every program from now on runs under this filter: instructions of classic BPF, hexadecimal."""
+        code = bytes.fromhex(request["filter"])
+        self._filter = ctypes.create_string_buffer(code, len(code))
+        packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
+        self._program = ctypes.create_string_buffer(packed, len(packed))
+        self._reply(request["id"])
+
+    # ---- sandboxes ----
+
+    def _open(self, request: Message, fds: list[int]) -> None:
+        """Mount what the sandbox sees in a namespace of its own, so that the mounts vanish with it, and start its first
+        process there. It is open when that process has become the given program."""
+        status_read, status, info_read, info = (*os.pipe(), *os.pipe())
+        pid = os.fork()
+        if pid == 0:
+            self._become_holder(request, status, info)
+        os.close(status)
+        os.close(info)
+        said = bytearray()
+        name, number = request["box"], request["id"]
+
+        told = bytearray()
+
+        def has_begun(_: object) -> None:
+            """It comes in pieces, and others hold the pipe too: the closing brace is the end."""
+            data = os.read(info_read, 4096)
+            told.extend(data)
+            if data and not told.endswith(b"}\n"):
+                return
+            self._selector.unregister(info_read)
+            os.close(info_read)
+            if data:
+                init = int(json.loads(told)["child-pid"])
+                self._becoming[init] = lambda: is_ready(init)
+
+        def is_ready(init: int) -> None:
+            self._boxes[name] = Box(name, pid, init, request)
+            self._want_spare(name)
+            self._reply(number, holder=pid, init=init)
+
+        def ended(code: int, _: Any) -> None:
+            box = self._boxes.pop(name, None)
+            if box is not None:
+                box.forget()
+                self._wanted.pop(name, None)
+                self._send({"gone": name, "code": code})
+            else:
+                why = said.decode(errors="replace").strip()
+                self._reply(number, error=why or f"its first process ended with {code} before it was ready")
+
+        self._selector.register(info_read, selectors.EVENT_READ, has_begun)
+        # Its words first, its end afterwards: nothing else holds that pipe once it is gone.
+        self._collect(status_read, lambda text: self._watch(pid, ended), into=said)
+
+    def _become_holder(self, request: Message, status: int, info: int) -> None:
+        """Never returns."""
+        try:
+            _reset_signals()
+            os.dup2(status, 2)
+            _join(os.getpid(), request["groups"])
+            _call("unshare", _libc.unshare(CLONE_NEWNS))
+            _call("private mounts", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+            for step, *arguments in request["prepare"]:
+                _PREPARE[step](*arguments)
+            init = fcntl.fcntl(os.open(request["init"], os.O_RDONLY), fcntl.F_DUPFD, LOW_FDS)
+            info = fcntl.fcntl(info, fcntl.F_DUPFD, LOW_FDS)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            os.dup2(0, 1)
+            os.dup2(info, INFO)
+            os.dup2(init, INIT)
+            os.dup2(self._filter_file(), FILTER)
+            os.close(ORDER)
+            os.closerange(FILTER + 1, 1 << 16)
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os.execve(request["argv"][0], request["argv"], request["env"])
+        except BaseException as error:
+            os.write(2, str(error).encode(errors="replace"))
+        finally:
+            os._exit(127)
+
+    def _filter_file(self) -> int:
+        assert self._filter is not None, "the filter comes before the first sandbox"
+        file = os.memfd_create("filter")
+        os.write(file, self._filter.raw)
+        os.lseek(file, 0, os.SEEK_SET)
+        return file
+
+    def _look(self) -> None:
+        """bubblewrap tells the process id before the sandbox is made; what the process executes tells when it is."""
+        for init, then in list(self._becoming.items()):
+            try:
+                path = os.readlink(f"/proc/{init}/exe")
+            except OSError:
+                del self._becoming[init]  # it has ended; so has its holder, which is watched
+                continue
+            if os.path.basename(path) != "bwrap":
+                del self._becoming[init]
+                then()
+
+    def _close(self, request: Message, fds: list[int]) -> None:
+        box = self._boxes.get(request["box"])
+        if box is not None:
+            box.kill()
+        self._reply(request["id"])
+
+    def _copy(self, request: Message, fds: list[int]) -> None:
+        """Copy a directory that only the holder of a sandbox sees to one that all see."""
+        box = self._box(request["box"])
+        status_read, status = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _reset_signals()
+                os.dup2(status, 2)
+                _call("joining the mounts", _libc.setns(box.holder_fd, CLONE_NEWNS))
+                os.closerange(3, 1 << 16)
+                words = ["cp", "--archive", "--reflink=auto", "--", f"{request['source']}/.", request["target"]]
+                os.execvp("cp", words)
+            except BaseException as error:
+                os.write(2, str(error).encode(errors="replace"))
+            finally:
+                os._exit(127)
+        os.close(status)
+        said = bytearray()
+
+        def ended(code: int, _: Any) -> None:
+            why = {} if code == 0 else {"error": said.decode(errors="replace").strip() or f"cp ended with {code}"}
+            self._reply(request["id"], **why)
+
+        self._collect(status_read, lambda text: self._watch(pid, ended), into=said)
+
+    def _box(self, name: str) -> Box:
+        box = self._boxes.get(name)
+        if box is None:
+            raise ProcessLookupError(errno.ESRCH, f"sandbox {name} is gone")
+        return box
+
+    # ---- runners ----
+
+    def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
+        """Have a runner carry out an order, which is handed on as it came. For a program the reply comes when it has
+        been executed, and `exit` follows when it has ended; for file work the reply is all."""
+        box = self._box(request["box"])
+        groups = request["groups"]
+        runner = self._take_runner(box)
+        try:
+            box.join(runner.pid, groups)
+            socket.send_fds(runner.channel, [order], fds)
+        except (ProcessLookupError, BrokenPipeError, ConnectionResetError):
+            # The spare was killed, as anything in the sandbox may be. A new one is tried once.
+            runner.channel.close()
+            runner = self._fork_runner(box)
+            box.join(runner.pid, groups)
+            socket.send_fds(runner.channel, [order], fds)
+        runner.number = request["id"]
+        self._want_spare(box.name)
+        then = self._executed if request["do"] == "exec" else self._answered
+        self._collect(runner.channel.detach(), functools.partial(then, runner))
+
+    def _executed(self, runner: Runner, text: bytes) -> None:
+        """Silence is the sign of success: exec has closed the channel."""
+        if text:
+            runner.failed = True
+            self._reply(runner.number, **json.loads(text))
+        else:
+            self._reply(runner.number, pid=runner.pid)
+
+    def _answered(self, runner: Runner, text: bytes) -> None:
+        runner.failed = True
+        self._reply(runner.number, **(json.loads(text) if text else {"error": "it was killed"}))
+
+    def _runner_ended(self, box: Box, runner: Runner, code: int, usage: Any) -> None:
+        if box.spare is runner:
+            box.spare = None
+            self._spares.pop(box.name, None)
+            runner.channel.close()
+        elif runner.number and not runner.failed:
+            self._send({"exit": runner.number, "code": code, "rss_bytes": usage.ru_maxrss * 1024})
+
+    def _want_spare(self, name: str) -> None:
+        self._wanted[name] = None
+        while len(self._wanted) > SPARES_MAX:
+            self._wanted.popitem(last=False)
+
+    def _fork_spare(self, name: str) -> None:
+        box = self._boxes.get(name)
+        if box is None or box.spare is not None:
+            return
+        try:
+            box.spare = self._fork_runner(box)
+        except (OSError, StepFailed):
+            return  # whoever needs one tries again, and hears why it fails
+        self._spares[name] = None
+        if len(self._spares) > SPARES_MAX:
+            oldest = self._boxes[self._spares.popitem(last=False)[0]]
+            assert oldest.spare is not None
+            oldest.forget_joins()
+            oldest.spare.channel.close()  # it sees the end and goes
+            oldest.spare = None
+
+    def _take_runner(self, box: Box) -> Runner:
+        runner, box.spare = box.spare, None
+        if runner is None:
+            return self._fork_runner(box)
+        del self._spares[box.name]
+        return runner
+
+    def _fork_runner(self, box: Box) -> Runner:
+        """Fork a child into the process namespace of a sandbox. The spawner itself stays where it is."""
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 2 * MESSAGE_BYTES_MAX)
+        pid = -1
+        try:
+            _call("joining the processes", _libc.setns(box.init_fd, CLONE_NEWPID))
+            try:
+                pid = os.fork()
+            finally:
+                if pid != 0:
+                    _libc.setns(self._own_pids, CLONE_NEWPID)
+        except BaseException:
+            mine.close()
+            raise
+        finally:
+            if pid != 0:
+                its.close()
+        if pid == 0:
+            assert self._program is not None
+            _run(its.detach(), box, self._program)
+        runner = Runner(pid, mine)
+        self._watch(pid, lambda code, usage: self._runner_ended(box, runner, code, usage))
+        return runner
+
+
+def _join(pid: int, groups: list[str]) -> None:
+    for path in groups:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, str(pid).encode())
+        finally:
+            os.close(fd)
+
+
+def _reset_signals() -> None:
+    """A program inherits what is ignored."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)
+
+
+# ---- steps of making a sandbox ------------------------------------------------------------------------------------
+
+
+def _make_directory(path: str, user: int, mode: int) -> None:
+    os.makedirs(path, exist_ok=True)
+    os.chmod(path, mode)
+    os.chown(path, user, user)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    _call(f"mount of {kind} on {target}", result)
+
+
+_PREPARE: dict[str, Callable[..., None]] = {"mkdir": _make_directory, "mount": _mount}
+
+
+# ---- the runner ---------------------------------------------------------------------------------------------------
+
+
+def _run(channel: int, box: Box, program: ctypes.Array[ctypes.c_char]) -> None:
+    """Never returns. What goes wrong is said on the channel."""
+    try:
+        _reset_signals()
+        os.dup2(channel, ORDER, inheritable=False)
+        _enter(box)
+        _call("system call filter", _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0))
+        with socket.socket(fileno=ORDER) as orders:
+            data, fds, _, _ = socket.recv_fds(orders, MESSAGE_BYTES_MAX, FDS_MAX)
+            if data:
+                request = json.loads(data)
+                answer = _ORDERS[request["do"]](request, fds)
+                orders.send(json.dumps(answer).encode())
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.write(ORDER, json.dumps({"error": str(error) or repr(error)}).encode()[:ANSWER_BYTES_MAX])
+    finally:
+        os._exit(127)
+
+
+def _enter(box: Box) -> None:
+    """Into the sandbox, as an unprivileged user, with nothing open but the channel."""
+    os.setsid()
+    file = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(file, FIRST_TO_GO)
+    kinds = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    if box.has_user_namespace:
+        kinds |= CLONE_NEWUSER
+    _call("joining the namespaces", _libc.setns(box.init_fd, kinds))
+    null = os.open("/dev/null", os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.closerange(ORDER + 1, 1 << 16)
+    for name, value in box.rlimits.items():
+        resource.setrlimit(RLIMITS[name], (value, value))
+    for capability in range(CAPABILITIES):
+        if not (box.has_user_namespace and capability in KEPT_BY_ROOT) and (
+            _prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0
+        ):
+            break
+    if not box.has_user_namespace:
+        os.setgroups([])
+    os.setresgid(box.uid, box.uid, box.uid)
+    os.setresuid(box.uid, box.uid, box.uid)
+    _prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _call("no new privileges", _prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    os.umask(0o022)
+
+
+def _execute(request: Message, fds: list[int]) -> Message:
+    """Returns only what kept the program from being executed; that is the caller's doing, not a failure of ours."""
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
+    os.closerange(ORDER + 1, 64)
+    for target, fd in zip(request["targets"], above, strict=True):
+        os.dup2(fd, target)
+    try:
+        os.chdir(request["cwd"])
+    except OSError as error:
+        return {"errno": error.errno, "error": f"cwd {request['cwd']}: {error.strerror}"}
+    try:
+        os.execvpe(request["argv"][0], request["argv"], request["env"])
+    except OSError as error:
+        return {"errno": error.errno, "error": f"{request['argv'][0]}: {error.strerror}"}
+
+
+def _do_file_work(request: Message, fds: list[int]) -> Message:
+    """Done by a process that stands where a program of the sandbox would: a path that leads out of the sandbox for a
+    program leads nowhere for it either. Data goes through the descriptor that came along."""
+    if fds:
+        os.dup2(fds[0], 0)
+        os.close(fds[0])
+    try:
+        return {"ok": _FILE_WORK[request["what"]](request)}
+    except OSError as error:
+        return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
+
+
+_ORDERS: dict[str, Callable[[Message, list[int]], Message]] = {"exec": _execute, "file": _do_file_work}
+
+
+# ---- file work ----------------------------------------------------------------------------------------------------
+
+
+def _read(request: Message) -> int:
+    """A regular file into the pipe. What is not one (a device, a pipe that never ends) is refused."""
+    with open(os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        left = int(request["bytes_max"])
+        if found.st_size > left:
+            raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {left} were asked for")
+        while left > 0 and (data := file.read(min(left, 1 << 20))):
+            left -= len(data)
+            while data:
+                data = data[os.write(0, data) :]
+    return int(request["bytes_max"]) - left
+
+
+def _write(request: Message) -> int:
+    """The pipe into a file, which appears whole: written beside its place first."""
+    path = request["path"]
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    beside = f"{path}.{os.getpid()}.part"
+    written = 0
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, request["mode"]), "wb", buffering=0) as file:
+            while data := os.read(0, 1 << 20):
+                written += len(data)
+                while data:
+                    data = data[file.write(data) or 0 :]
+            os.fchmod(file.fileno(), request["mode"])
+        if written != request["bytes"]:
+            raise OSError(errno.EPIPE, f"{written} of {request['bytes']} bytes came")
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+    return written
+
+
+def _list(request: Message) -> str:
+    """Into the pipe: a directory may hold more names than a message."""
+    entries: list[Message] = []
+    with os.scandir(request["path"]) as found:
+        for entry in found:
+            if len(entries) >= request["entries_max"]:
+                raise OSError(errno.EOVERFLOW, f"has more than {request['entries_max']} entries")
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # it vanished meanwhile
+            mode = about.st_mode
+            kind = (
+                "link" if stat.S_ISLNK(mode) else "dir" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else ""
+            )
+            name = entry.name.encode(errors="surrogateescape").decode(errors="replace")
+            entries.append({"name": name, "kind": kind or "other", "bytes": about.st_size, "mode": mode & 0o7777})
+    entries.sort(key=lambda entry: str(entry["name"]))
+    data = json.dumps(entries).encode()
+    while data:
+        data = data[os.write(0, data) :]
+    return ""
+
+
+def _delete(request: Message) -> None:
+    """A file, or a tree. Links are removed, never followed."""
+    path = request["path"]
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        os.unlink(path)
+        return
+    for base, dirs, files in os.walk(path, topdown=False):
+        for name in files:
+            os.unlink(os.path.join(base, name))
+        for name in dirs:
+            below = os.path.join(base, name)
+            (os.unlink if os.path.islink(below) else os.rmdir)(below)
+    os.rmdir(path)
+
+
+def _pack(request: Message) -> None:
+    """A file or a tree into the pipe, as a tar. Its names start with that of the file or directory."""
+    import tarfile
+
+    path = request["path"].rstrip("/") or "/"
+    os.lstat(path)
+    with open(0, "wb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        tar.add(path, arcname=os.path.basename(path) or ".")
+
+
+def _unpack(request: Message) -> None:
+    """A tar from the pipe below a directory. It is the caller's own; where its names lead is the sandbox's business."""
+    import tarfile
+
+    os.makedirs(request["path"], exist_ok=True)
+    with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
+        tar.extractall(request["path"])
+
+
+_FILE_WORK: dict[str, Callable[[Message], Any]] = {
+    "read": _read,
+    "write": _write,
+    "list": _list,
+    "delete": _delete,
+    "pack": _pack,
+    "unpack": _unpack,
+}
+
+_REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
+    "filter": Spawner._set_filter,
+    "open": Spawner._open,
+    "close": Spawner._close,
+    "copy": Spawner._copy,
+}
+
+
+def main() -> None:
+    """`python -I -S spawner.py FD`: the descriptor of a SOCK_SEQPACKET socket whose other end the owner holds."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    given = int(sys.argv[1])
+    moved = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, LOW_FDS)
+    os.close(given)
+    for low in range(3, LOW_FDS):  # taken, so that no descriptor of ours is in the way of those of children
+        with contextlib.suppress(OSError):
+            os.fstat(low)
+            continue
+        os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    Spawner(socket.socket(fileno=moved)).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Spawning: the owner's side of the spawner's socket.
+
+Owns the process of the spawner and the matching of its replies to those who wait. Decides nothing. Promises that every
+request is answered: by the spawner, or by ManagerError when it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tangram.errors import InvalidAction, ManagerError
+from tangram.managers.cpu.spawner import MESSAGE_BYTES_MAX, SO_SNDBUFFORCE, Message
+
+PROGRAM = Path(__file__).with_name("spawner.py")
+SEND_RETRY_S = 0.001
+"""Between attempts to send while the spawner has not yet read what came before."""
+
+
+class ExecFailed(Exception):
+    """The program could not be executed: there is none of that name, or it may not be."""
+
+    def __init__(self, errno: int, reason: str) -> None:
+        self.errno = errno
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Program:
+    """A program that was executed in a sandbox."""
+
+    def __init__(self, pid: int, exited: asyncio.Future[tuple[int, int]]) -> None:
+        self.pid = pid
+        self.exited = exited
+        """The exit code, negative for a signal, and the most memory of one of its processes in bytes."""
+
+
+class Spawning:
+    """One spawner, from start to end."""
+
+    def __init__(self, on_gone: Callable[[str, int], None], on_end: Callable[[str], None]) -> None:
+        self._on_gone = on_gone
+        """Told the sandbox and the code with which its first process ended."""
+        self._on_end = on_end
+        """Told why the spawner itself is gone, which no one asked for."""
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._exits: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, filter_program: bytes) -> None:
+        self._launch()
+        await self.request("filter", filter=filter_program.hex())
+
+    def _launch(self) -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 4 * MESSAGE_BYTES_MAX)
+        mine.setblocking(False)
+        self._socket = mine
+        with its:
+            words = [sys.executable, "-I", "-S", str(PROGRAM), str(its.fileno())]
+            # A process group of its own: Ctrl-C in a terminal is for the owner, who then ends the spawner.
+            self._process = subprocess.Popen(words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, process_group=0)
+        asyncio.get_running_loop().add_reader(mine, self._on_readable)
+
+    async def stop(self) -> None:
+        """The end of the socket ends the spawner, and with it every sandbox."""
+        if self._socket is None or self._process is None:
+            return
+        self._detach("the spawner was stopped")
+        process = self._process
+        try:
+            await asyncio.to_thread(process.wait, 5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    # ---- requests ----
+
+    async def open(self, box: str, **fields: Any) -> Message:
+        return await self.request("open", box=box, **fields)
+
+    async def execute(
+        self, box: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
+        targets: tuple[int, ...] = (0, 1, 2),
+    ) -> Program:  # fmt: skip
+        """Returns when the program has been executed. Raises ExecFailed if that cannot be."""
+        number = self._next()
+        exited: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        self._exits[number] = exited
+        try:
+            order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets}
+            reply = await self._ask(number, {"do": "exec", "box": box, "groups": groups}, order, fds)
+        except BaseException:
+            self._exits.pop(number, None)
+            raise
+        return Program(int(reply["pid"]), exited)
+
+    async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
+        order = {"do": "file", "what": what, **fields}
+        return (await self._ask(self._next(), {"do": "file", "box": box, "groups": groups}, order, fds))["ok"]
+
+    async def request(self, do: str, **fields: Any) -> Message:
+        """Something for the spawner itself."""
+        return await self._ask(self._next(), {"do": do, **fields})
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    async def _ask(
+        self, number: int, request: Message, order: Message | None = None, fds: list[int] | None = None
+    ) -> Message:
+        """`order`: for a process inside a sandbox, to which the spawner hands it on. Raises ExecFailed for what the
+        sandbox refused, ManagerError for what went wrong on our side."""
+        if self._socket is None:
+            raise ManagerError("the spawner is gone")
+        data = json.dumps({"id": number, **request}).encode()
+        if order is not None:
+            data += b"\n" + json.dumps(order, ensure_ascii=False).encode()
+        if len(data) > MESSAGE_BYTES_MAX:
+            limit = f"at most {MESSAGE_BYTES_MAX} bytes with its environment; write a file and run that"
+            raise InvalidAction("command", f"{len(data)} bytes", limit)
+        waiting: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiting
+        try:
+            await self._send(data, fds or [])
+            reply = await waiting
+        finally:
+            self._waiting.pop(number, None)
+        if "errno" in reply:
+            raise ExecFailed(int(reply["errno"]), str(reply["error"]))
+        if "error" in reply:
+            raise ManagerError(str(reply["error"]))
+        return reply
+
+    async def _send(self, data: bytes, fds: list[int]) -> None:
+        while True:
+            if self._socket is None:
+                raise ManagerError("the spawner is gone")
+            try:
+                socket.send_fds(self._socket, [data], fds)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(SEND_RETRY_S)
+            except OSError as error:
+                raise ManagerError(f"the spawner cannot be reached: {error}") from error
+
+    # ---- replies ----
+
+    def _on_readable(self) -> None:
+        assert self._socket is not None
+        while self._socket is not None:
+            try:
+                data = self._socket.recv(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._ended_by_itself()
+                return
+            self._on_message(json.loads(data))
+
+    def _on_message(self, message: Message) -> None:
+        if "gone" in message:
+            self._on_gone(message["gone"], message["code"])
+        elif "exit" in message:
+            exited = self._exits.pop(message["exit"], None)
+            if exited is not None and not exited.done():
+                exited.set_result((message["code"], message["rss_bytes"]))
+        else:
+            waiting = self._waiting.get(message["id"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message)
+
+    def _ended_by_itself(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        why = f"the spawner ended with {self._process.returncode}"
+        self._detach(why)
+        self._on_end(why)
+
+    def _detach(self, why: str) -> None:
+        assert self._socket is not None
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._socket = None
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ManagerError(why))
+        for exited in self._exits.values():
+            if not exited.done():
+                exited.set_exception(ManagerError(why))
+                exited.exception()  # taken note of: whoever waited may have gone
+        self._exits.clear()

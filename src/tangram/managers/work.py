@@ -1,0 +1,213 @@
+"""Work: what an action really does, and what comes of it.
+
+Owns the records that travel beside an Action, from a client to a manager and back. All are serialisable: the same
+records go over a wire. Promises that a record which exists is well formed; whoever makes one gets InvalidAction.
+"""
+
+from __future__ import annotations
+
+import posixpath
+
+import msgspec
+
+from tangram.core.action import NO_USAGE, Usage
+from tangram.errors import InvalidAction
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+COMMAND_BYTES_MAX = 128 * KIB - 1
+"""Of one word of a command line: what the kernel takes. Longer programs are written to a file first."""
+ENVIRONMENT_BYTES_MAX = 64 * KIB
+CAPTURE_BYTES_MAX = 1 * MIB
+"""Of each stream, unless the caller says otherwise."""
+CAPTURE_BYTES_CEILING = 1 * GIB
+"""The most that a caller may ask for."""
+MEMORY_BYTES_MIN = 4 * MIB
+"""Of a sandbox: with less, not even a shell starts."""
+
+WORKSPACE = "/work"
+"""Where commands start and relative paths begin, unless the caller says otherwise."""
+
+STDOUT, STDERR = 1, 2
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox is made of, for its whole life."""
+
+    image: str = "host"
+    """The name of an image that the manager has. `host`: the machine's own /usr, read-only."""
+    memory_bytes: int = 1 * GIB
+    """Reserved while the sandbox lives; beyond it the kernel kills a process in it. Files that it writes count."""
+    disk_bytes: int = 512 * MIB
+    """Of the files that it writes or changes."""
+    processes_max: int = 512
+    open_files_max: int = 4096
+    """Of each process."""
+    network: bool = False
+    """True: the network of the machine. False: none, not even that of the machine itself."""
+    user: str = "agent"
+    """`agent`: an unprivileged user. `root`: user 0 of a user namespace, which is nobody outside."""
+    env: dict[str, str] = {}
+    """For every program in it."""
+
+    def __post_init__(self) -> None:
+        for field, least in (
+            ("memory_bytes", MEMORY_BYTES_MIN),
+            ("disk_bytes", 64 * KIB),
+            ("processes_max", 4),
+            ("open_files_max", 16),
+        ):
+            value = getattr(self, field)
+            if type(value) is not int or value < least:
+                raise InvalidAction(f"sandbox.{field}", value, f"a whole number, at least {least}")
+        if not isinstance(self.image, str) or not self.image:
+            raise InvalidAction("sandbox.image", self.image, "the name of an image, such as 'host'")
+        if self.user not in ("agent", "root"):
+            raise InvalidAction("sandbox.user", self.user, "'agent' or 'root'")
+        if type(self.network) is not bool:
+            raise InvalidAction("sandbox.network", self.network, "True or False")
+        require_environment("sandbox.env", self.env)
+
+
+# ---- work -------------------------------------------------------------------------------------------------------
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+    """Tagged with its class name when encoded. The sandbox that it concerns is named by its Action."""
+
+
+class Open(Work, frozen=True, kw_only=True):
+    """Make the sandbox. Ends when programs can be started in it."""
+
+    spec: SandboxSpec
+
+
+class Close(Work, frozen=True, kw_only=True):
+    """End everything in the sandbox and forget its files."""
+
+
+class Exec(Work, frozen=True, kw_only=True):
+    """Run a program to its end."""
+
+    command: str | tuple[str, ...]
+    """A string goes through a shell; words are executed as they are. `{cpus}` becomes the width."""
+    cwd: str = ""
+    """Relative to the workspace."""
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    capture_bytes_max: int = CAPTURE_BYTES_MAX
+    session: str = ""
+    """The held shell that runs it, which is started if there is none of this name; empty: a process of its own."""
+
+    def __post_init__(self) -> None:
+        words = (self.command,) if isinstance(self.command, str) else self.command
+        if (
+            not isinstance(words, tuple)
+            or not words
+            or not words[0]
+            or not all(isinstance(word, str) for word in words)
+        ):
+            raise InvalidAction(
+                "command", self.command, "a command line, or a tuple of words of which the first is not empty"
+            )
+        for word in words:
+            require_text("command", word)
+            if len(word.encode(errors="surrogatepass")) > COMMAND_BYTES_MAX:
+                raise InvalidAction(
+                    "command",
+                    f"{len(word)} characters",
+                    f"at most {COMMAND_BYTES_MAX} bytes; write a file and run that",
+                )
+        if self.session and not isinstance(self.command, str):
+            raise InvalidAction("command", self.command, "a string: a session hands it to its shell")
+        if self.session and self.stdin:
+            raise InvalidAction("stdin", f"{len(self.stdin)} bytes", "none in a session; write a file and read that")
+        require_text("cwd", self.cwd)
+        require_environment("env", self.env)
+        if not isinstance(self.stdin, bytes):
+            raise InvalidAction("stdin", type(self.stdin).__name__, "bytes")
+        if type(self.capture_bytes_max) is not int or not 0 <= self.capture_bytes_max <= CAPTURE_BYTES_CEILING:
+            raise InvalidAction("capture_bytes_max", self.capture_bytes_max, f"0 to {CAPTURE_BYTES_CEILING} bytes")
+
+    @property
+    def shown(self) -> str:
+        """The command in one line."""
+        return self.command if isinstance(self.command, str) else " ".join(self.command)
+
+
+class Commit(Work, frozen=True, kw_only=True):
+    """Seal the files of the sandbox as a layer on top of its image. Programs in it stand still meanwhile."""
+
+    image: str
+    """The name of the new image."""
+
+
+def require_text(field: str, value: object) -> None:
+    if not isinstance(value, str) or "\0" in value:
+        raise InvalidAction(field, value, "text without NUL")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidAction(field, value, "text that is UTF-8") from None
+
+
+def require_environment(field: str, env: object) -> None:
+    if not isinstance(env, dict):
+        raise InvalidAction(field, env, "texts by name")
+    size = 0
+    for name, value in env.items():
+        require_text(f"{field} name", name)
+        require_text(f"{field}[{name!r}]", value)
+        if not name or "=" in name:
+            raise InvalidAction(f"{field} name", name, "a name without '='")
+        size += len(name) + len(value)
+    if size > ENVIRONMENT_BYTES_MAX:
+        raise InvalidAction(field, f"{size} characters", f"at most {ENVIRONMENT_BYTES_MAX} in all")
+
+
+def inside(path: str) -> str:
+    """A path of the caller as an absolute one of the sandbox. Where it leads is for the sandbox to say: it is looked
+    up inside, where there is no way out."""
+    require_text("path", path)
+    if not path:
+        raise InvalidAction("path", path, "a path inside the sandbox")
+    return posixpath.join(WORKSPACE, path)
+
+
+# ---- what comes of it -------------------------------------------------------------------------------------------
+
+
+class Executed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a program left behind."""
+
+    exit_code: int | None = None
+    """128 + the signal if one ended it, as a shell says it. None: it did not come to its end."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    """What was kept of them; a line in the middle says what was not."""
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    """All that it wrote."""
+    out_of_memory: bool = False
+    """The kernel killed something in the sandbox meanwhile because its memory was used up."""
+    session_ended: bool = False
+    """The held shell is gone: its variables, functions and directory are lost."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a lease: what was used, and what came of it."""
+
+    usage: Usage = NO_USAGE
+    executed: Executed | None = None
+    lost: str = ""
+    """Why our side failed; empty when the work ran to its end or was stopped."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a listing."""
+
+    name: str
+    kind: str
+    """`file`, `dir`, `link` or `other`."""
+    bytes: int
+    mode: int

@@ -1,0 +1,349 @@
+"""The orchestrator: the scheduler on real time, with managers that really do what it says.
+
+Owns every action between its submission and its end: feeds events to the scheduler, carries its effects out, tells
+callers. Decides nothing. Promises that every action that was submitted settles exactly once, that its units are given
+back only when its manager has said that nothing of it is left, and that leaving the context ends all of them first.
+
+One task group holds all tasks. A bug in the scheduler ends the group and with it whoever entered the orchestrator; what
+a manager raises does not: it becomes StartFailed or a lost Finished, and the scheduler says what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from tangram.clock import Clock, WallClock
+from tangram.core.action import NO_USAGE, Action, Outcome, Status
+from tangram.core.messages import (
+    Cancel,
+    Effect,
+    Event,
+    Finished,
+    Grant,
+    Refuse,
+    Release,
+    Reserve,
+    Resize,
+    Resized,
+    Restore,
+    Settle,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Submit,
+    Tick,
+    WakeAt,
+)
+from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
+from tangram.managers.base import Lease, Manager, Output
+from tangram.managers.work import Ended, Executed, Work
+
+Observer = Callable[[float, Event, list[Effect]], None]
+"""Sees every event and its effects, in order: a recorder of traces, metrics."""
+
+
+class Decider(Protocol):
+    """What says who runs: the scheduler, or a baseline to compare it with."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]: ...
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an action, as its caller sees it."""
+
+    outcome: Outcome
+    executed: Executed | None = None
+
+
+class Ticket:
+    """An action under way."""
+
+    def __init__(self, action: Action, work: Work, output: Output | None) -> None:
+        self.action = action
+        self.work = work
+        self.output = output
+        loop = asyncio.get_running_loop()
+        self.started: asyncio.Future[None] = loop.create_future()
+        """Done when it runs, or has settled without."""
+        self.settled: asyncio.Future[Settled] = loop.create_future()
+        self.lease: Lease | None = None
+        self.stop_asked = False
+        self.attempt = 0
+        self.ended: Ended | None = None
+        self.error: InvalidInput | None = None
+        """What the manager found wrong with what was asked."""
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        decider: Decider,
+        managers: dict[str, Manager],
+        *,
+        clock: Clock | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.decider = decider
+        self._managers = managers
+        """By node."""
+        self._clock = clock or WallClock()
+        self._observer = observer
+        self._start_s = self._clock.now()
+        self._tickets: dict[str, Ticket] = {}
+        self._node_by_sandbox: dict[str, str] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._alarms: set[asyncio.TimerHandle] = set()
+        self._all_settled = asyncio.Event()
+        self._all_settled.set()
+        self._closing = False
+        self._broken: Exception | None = None
+
+    # ---- its life ----
+
+    async def __aenter__(self) -> Self:
+        entered: list[Manager] = []
+        try:
+            for manager in self._managers.values():
+                await manager.__aenter__()
+                entered.append(manager)
+            await self._tasks.__aenter__()
+        except BaseException:
+            for manager in entered:
+                await manager.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what is under way and wait until it has ended; then the managers end what they hold."""
+        self._closing = True
+        try:
+            await undisturbed(self._drain())
+        finally:
+            try:
+                for alarm in self._alarms:
+                    alarm.cancel()
+                await self._end_tasks(error)
+            finally:
+                for manager in self._managers.values():
+                    await undisturbed(manager.__aexit__(kind, error, trace))
+
+    async def _end_tasks(self, error: BaseException | None) -> None:
+        """What the caller raised is not ours to wrap; what a task of ours raised is raised as it is."""
+        cancelled = error if isinstance(error, asyncio.CancelledError) else None
+        try:
+            await self._tasks.__aexit__(type(cancelled) if cancelled else None, cancelled, None)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _drain(self) -> None:
+        for action in list(self._tickets):
+            self.cancel(action)
+        await self._all_settled.wait()
+
+    def now(self) -> float:
+        """Seconds since it began, as in the trace."""
+        return self._clock.now() - self._start_s
+
+    # ---- what callers ask ----
+
+    def submit(self, action: Action, work: Work, output: Output | None = None) -> Ticket:
+        if self._closing:
+            raise AdmissionRefused("closing", "the connection is being closed; nothing more is taken in")
+        ticket = Ticket(action, work, output)
+        if action.id in self._tickets:
+            raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
+        self._tickets[action.id] = ticket
+        self._all_settled.clear()
+        self._send(Submit(action=action))
+        return ticket
+
+    def cancel(self, action: str) -> None:
+        """A request: the action settles when nothing of it is left."""
+        if action in self._tickets:
+            self._send(Cancel(action=action))
+
+    async def settle(self, ticket: Ticket) -> Settled:
+        """Until it has settled. Whoever is cancelled here cancels the action, and goes when that has settled."""
+        try:
+            return await asyncio.shield(ticket.settled)
+        except asyncio.CancelledError:
+            self.cancel(ticket.action.id)
+            await undisturbed(_done(ticket.settled))
+            raise
+
+    def reserve(self, sandbox: str, memory_mib: int, run: str) -> None:
+        """Memory for a sandbox to come. Raises AdmissionRefused."""
+        for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run)):
+            if isinstance(effect, Refuse) and effect.action == sandbox:
+                raise AdmissionRefused(effect.limit, effect.reason)
+
+    def release(self, sandbox: str) -> None:
+        self._node_by_sandbox.pop(sandbox, None)
+        self._send(Release(sandbox=sandbox))
+
+    def manager_of(self, sandbox: str) -> Manager:
+        """Where a sandbox is."""
+        node = self._node_by_sandbox.get(sandbox)
+        if node is None:
+            raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
+        return self._managers[node]
+
+    @property
+    def any_manager(self) -> Manager:
+        """For what all of them have alike."""
+        return next(iter(self._managers.values()))
+
+    # ---- events and effects ----
+
+    def _send(self, event: Event) -> list[Effect]:
+        if self._broken is not None:
+            raise self._broken
+        now = self.now()
+        try:
+            effects = self.decider.handle(event, now)
+            if self._observer is not None:
+                self._observer(now, event, effects)
+            for effect in effects:
+                _EFFECTS[type(effect)](self, effect)
+        except Exception as error:
+            self._break(error)
+            raise
+        return effects
+
+    def _break(self, error: Exception) -> None:
+        """A bug, or a trace that cannot be written: nothing more can be decided. Whoever waits hears of it."""
+        if self._broken is None:
+            self._broken = error
+            for ticket in self._tickets.values():
+                for future in (ticket.started, ticket.settled):
+                    if not future.done():
+                        future.set_exception(error)
+                        future.exception()  # whoever asked may have gone
+            self._tickets.clear()
+            self._all_settled.set()
+
+    def _on_start(self, effect: Start) -> None:
+        ticket = self._tickets[effect.action.id]
+        ticket.attempt = effect.grant.attempt
+        ticket.lease = None
+        ticket.stop_asked = False
+        if effect.action.sandbox:
+            self._node_by_sandbox[effect.action.sandbox] = effect.grant.node
+        self._tasks.create_task(self._carry_out(ticket, effect.grant))
+
+    def _on_stop(self, effect: Stop) -> None:
+        ticket = self._tickets[effect.action]
+        ticket.stop_asked = True
+        if ticket.lease is not None:
+            self._tasks.create_task(self._stop(ticket.lease))
+
+    def _on_resize(self, effect: Resize) -> None:
+        ticket = self._tickets[effect.action]
+        if ticket.lease is not None:
+            try:
+                ticket.lease.resize(reserved=effect.reserved, limit=effect.limit)
+            except OSError:
+                return  # it is on its way out, and its end will be told
+            self._send(Resized(action=effect.action, limit=effect.limit, attempt=ticket.attempt))
+
+    def _on_wake_at(self, effect: WakeAt) -> None:
+        def ring() -> None:
+            self._alarms.discard(alarm)
+            self._tasks.create_task(self._tick())
+
+        alarm = asyncio.get_running_loop().call_later(max(0.0, effect.at - self.now()), ring)
+        self._alarms.add(alarm)
+
+    def _on_settle(self, effect: Settle) -> None:
+        ticket = self._tickets.pop(effect.outcome.action)
+        executed = ticket.ended.executed if ticket.ended is not None else None
+        if ticket.error is not None:
+            ticket.settled.set_exception(ticket.error)
+            ticket.settled.exception()  # whoever asked may have gone
+        else:
+            ticket.settled.set_result(Settled(outcome=effect.outcome, executed=executed))
+        if not ticket.started.done():
+            ticket.started.set_result(None)
+        if not self._tickets:
+            self._all_settled.set()
+
+    def _on_refuse(self, effect: Refuse) -> None:
+        if effect.action in self._tickets:
+            outcome = Outcome(action=effect.action, status=Status.REFUSED, reason=effect.reason)
+            self._on_settle(Settle(outcome=outcome))
+
+    def _on_restore(self, effect: Restore) -> None:
+        raise NotImplementedError("no manager of devices yet")
+
+    # ---- carrying out ----
+
+    async def _carry_out(self, ticket: Ticket, grant: Grant) -> None:
+        action = ticket.action.id
+        try:
+            lease = await self._managers[grant.node].start(ticket.action, grant, ticket.work, ticket.output)
+        except (ManagerError, OSError, InvalidInput) as error:
+            if isinstance(error, InvalidInput):
+                ticket.error = error
+            retry = error.retry if isinstance(error, ManagerError) else not isinstance(error, InvalidInput)
+            self._send(StartFailed(action=action, reason=str(error), retry=retry, attempt=grant.attempt))
+            return
+        ticket.lease = lease
+        self._send(Started(action=action, attempt=grant.attempt))
+        if not ticket.started.done():
+            ticket.started.set_result(None)
+        if ticket.stop_asked:
+            self._tasks.create_task(self._stop(lease))
+        try:
+            ended = await lease.wait()
+        except (ManagerError, OSError) as error:
+            ended = Ended(lost=f"{type(error).__name__}: {error}")
+        ticket.ended = ended
+        self._send(Finished(action=action, usage=ended.usage or NO_USAGE, lost=ended.lost, attempt=grant.attempt))
+
+    async def _stop(self, lease: Lease) -> None:
+        """What goes wrong here shows in the end of the lease."""
+        with contextlib.suppress(ManagerError, OSError):
+            await lease.stop()
+
+    async def _tick(self) -> None:
+        self._send(Tick())
+
+
+_EFFECTS: dict[type, Callable[[Orchestrator, Any], None]] = {
+    Start: Orchestrator._on_start,
+    Stop: Orchestrator._on_stop,
+    Resize: Orchestrator._on_resize,
+    Restore: Orchestrator._on_restore,
+    WakeAt: Orchestrator._on_wake_at,
+    Settle: Orchestrator._on_settle,
+    Refuse: Orchestrator._on_refuse,
+}
+
+
+async def _done(future: asyncio.Future[Any]) -> None:
+    await asyncio.wait({future})
+
+
+async def undisturbed(doing: Any) -> None:
+    """To its end, however often the caller is cancelled meanwhile; the first cancellation is raised afterwards."""
+    task = asyncio.ensure_future(doing)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.done():
+                break
+            cancelled = cancelled or error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,35 @@
+"""What a program is told about the cores that it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram.managers.width import COUNTS, filled_in, told, whole_cores
+
+
+@pytest.mark.parametrize(("milli_cores", "cores"), [(4, 1), (999, 1), (1000, 1), (1999, 1), (2000, 2), (16_000, 16)])
+def test_a_program_starts_as_many_workers_as_fit_and_at_least_one(milli_cores: int, cores: int) -> None:
+    assert whole_cores(milli_cores) == cores
+
+
+def test_every_usual_variable_says_the_width() -> None:
+    environment = told(3000, {})
+    assert {environment[name] for name in COUNTS} == {"3"}
+    assert environment["MAKEFLAGS"] == "-j3"
+    for name in ("OMP_NUM_THREADS", "GOMAXPROCS", "PYTEST_XDIST_AUTO_NUM_WORKERS", "TANGRAM_CPUS"):
+        assert environment[name] == "3"
+
+
+def test_what_the_caller_has_set_stays_but_for_our_own() -> None:
+    environment = told(3000, {"OMP_NUM_THREADS": "1", "TANGRAM_CPUS": "64", "PATH": "/bin"})
+    assert (environment["OMP_NUM_THREADS"], environment["TANGRAM_CPUS"], environment["PATH"]) == ("1", "3", "/bin")
+
+
+def test_java_is_told_only_when_asked_because_it_prints_that() -> None:
+    assert "JAVA_TOOL_OPTIONS" not in told(2000, {})
+    assert told(2000, {}, java=True)["JAVA_TOOL_OPTIONS"] == "-XX:ActiveProcessorCount=2"
+
+
+def test_a_command_may_name_the_width() -> None:
+    assert filled_in("pytest -n {cpus} {other}", 4000) == "pytest -n 4 {other}"
+    assert filled_in(("make", "-j{cpus}"), 500) == ("make", "-j1")
