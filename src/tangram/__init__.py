@@ -3,6 +3,7 @@
 from tangram.client.client import Client, connect
 from tangram.client.result import Result
 from tangram.client.sandbox import Image, Sandbox
+from tangram.client.sync import connect_sync
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import Amounts, Demand, between, cores, fixed, learned, one_of
 from tangram.core.limits import Limits
@@ -31,6 +32,7 @@ __all__ = [
     "TangramError",
     "between",
     "connect",
+    "connect_sync",
     "cores",
     "cpu_node",
     "fixed",

@@ -18,22 +18,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from tangram.client.sandbox import Image, Sandbox
+from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.sizes import in_bytes
 from tangram.client.transport import LocalTransport, Transport
+from tangram.core.action import Action
+from tangram.core.demand import CPU, Demand
+from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
 from tangram.core.messages import Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.managers.base import Manager
-from tangram.managers.work import SandboxSpec
+from tangram.managers.work import Prepare, SandboxSpec
 from tangram.service.orchestrator import Decider, Orchestrator
 from tangram.sim.record import recording
 
 T = TypeVar("T")
 
 BACKENDS = ("sandbox", "process", "docker")
+PREPARE_DEMAND = Demand({CPU: cores_of(OPEN_CORES)})
 SETUP_TIMEOUT_S = 1800.0
 """Of one set-up command."""
 
@@ -47,6 +51,7 @@ class Client:
         self._numbers = count(1)
         self._building: dict[str, asyncio.Lock] = {}
         self._stack = ExitStack()
+        self._warm = 0
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()
@@ -93,7 +98,15 @@ class Client:
             env=dict(env or {}),
         )
         name = f"{self._prefix}-{next(self._numbers)}"
-        return Sandbox(self._transport, name, spec, run=run, trajectory=trajectory, task=task)
+        again = self._prepare if self._warm else None
+        return Sandbox(self._transport, name, spec, run=run, trajectory=trajectory, task=task, opened=again)
+
+    def _prepare(self, spec: SandboxSpec) -> None:
+        """Have another one made, as an action of its own which nobody waits for."""
+        action = Action(
+            id=f"{self._prefix}-warm-{next(self._numbers)}", demand=PREPARE_DEMAND, run="warm", kind="prepare"
+        )
+        self._transport.submit(action, Prepare(spec=spec))
 
     # ---- images ----
 
@@ -189,6 +202,7 @@ def connect(
     limits: Limits | None = None,
     record: str | Path = "",
     state: str | Path = "",
+    warm: int = 0,
     decider: Decider | None = None,
 ) -> Client:
     """A connection, to be entered: `async with tangram.connect() as t:`.
@@ -196,12 +210,13 @@ def connect(
     Without an address an orchestrator starts inside this process: it owns the sandboxes, and they end with it.
     `backend`: "sandbox" (real isolation, needs root), "docker" (through an engine), or "process", which isolates
     nothing. `cores` and `memory`: what all sandboxes may use together; all of this machine if not given. `record`: a
-    file for the trace, which `tangram sim` and `tangram trace` read. `decider`: another one than the scheduler.
+    file for the trace, which `tangram sim` and `tangram trace` read. `warm`: sandboxes that are made ahead, each like
+    the last one that was opened. `decider`: another one than the scheduler.
     """
     if url:
         raise InvalidConfig("url", url, "nothing: a service on another machine comes with `tangram serve`")
     memory_bytes = None if memory is None else in_bytes("memory", memory)
-    manager = _manager(backend, cores, memory_bytes, Path(state) if state else None)
+    manager = _manager(backend, cores, memory_bytes, Path(state) if state else None, warm)
     pools = manager.pools()
     limits = limits or Limits()
     stack = ExitStack()
@@ -209,6 +224,7 @@ def connect(
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
     client = Client(LocalTransport(Orchestrator(chosen, {_node(pools): manager}, observer=observer)))
     client._stack = stack
+    client._warm = warm
     return client
 
 
@@ -216,11 +232,13 @@ def _node(pools: tuple[Pool, ...]) -> str:
     return pools[0].node
 
 
-def _manager(backend: str, cores: float | None, memory_bytes: int | None, state: Path | None) -> Manager:
+def _manager(backend: str, cores: float | None, memory_bytes: int | None, state: Path | None, warm: int) -> Manager:
+    if type(warm) is not int or warm < 0 or (warm and backend != "sandbox"):
+        raise InvalidConfig("warm", warm, "a number of sandboxes, at least 0; only the sandbox backend has warm ones")
     if backend == "sandbox":
         from tangram.managers.cpu.manager import SandboxManager
 
-        return SandboxManager(state=state, cores=cores, memory_bytes=memory_bytes)
+        return SandboxManager(state=state, cores=cores, memory_bytes=memory_bytes, warm=warm)
     if backend == "process":
         from tangram.managers.process import ProcessManager
 

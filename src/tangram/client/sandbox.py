@@ -49,7 +49,15 @@ class Sandbox:
     """Files and processes that are kept between actions, and hold cores only while one runs."""
 
     def __init__(
-        self, transport: Transport, name: str, spec: SandboxSpec, *, run: str, trajectory: str, task: str
+        self,
+        transport: Transport,
+        name: str,
+        spec: SandboxSpec,
+        *,
+        run: str,
+        trajectory: str,
+        task: str,
+        opened: Callable[[SandboxSpec], None] | None = None,
     ) -> None:
         self.name = name
         self._transport = transport
@@ -57,6 +65,8 @@ class Sandbox:
         self._run = run
         self._trajectory = trajectory or name
         self._task = task
+        self._opened = opened
+        """Told when it has been opened."""
         self._numbers = count(1)
 
     # ---- its life ----
@@ -68,6 +78,8 @@ class Sandbox:
         except BaseException:
             await self.close()
             raise
+        if self._opened is not None:
+            self._opened(self._spec)
         return self
 
     async def __aexit__(

@@ -82,6 +82,12 @@ class Open(Work, frozen=True, kw_only=True):
     spec: SandboxSpec
 
 
+class Prepare(Work, frozen=True, kw_only=True):
+    """Make a sandbox ahead of whoever asks for one like it. It belongs to nobody yet."""
+
+    spec: SandboxSpec
+
+
 class Close(Work, frozen=True, kw_only=True):
     """End everything in the sandbox and forget its files."""
 

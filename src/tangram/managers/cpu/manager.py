@@ -18,19 +18,20 @@ from typing import Any, BinaryIO, Self
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
-from tangram.errors import ManagerError
+from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.base import Lease, Output
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.filing import Filing
 from tangram.managers.cpu.images import SANDBOX_UID, Image, ImageStore
-from tangram.managers.cpu.machine import Machine
+from tangram.managers.cpu.machine import Machine, has_user_namespaces
 from tangram.managers.cpu.owner import Owner, state_directory
 from tangram.managers.cpu.programs import Placement, ProgramLease, SessionLease
 from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.seccomp import filter_program
 from tangram.managers.cpu.spawner import FILTER, INFO, INIT
 from tangram.managers.cpu.spawning import Spawning
-from tangram.managers.work import GIB, Close, Commit, Ended, Entry, Exec, Open, SandboxSpec, Work
+from tangram.managers.cpu.warm import Warm
+from tangram.managers.work import GIB, Close, Commit, Ended, Entry, Exec, Open, Prepare, SandboxSpec, Work
 
 INODE_BYTES = 4096
 """Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
@@ -75,7 +76,9 @@ class SandboxManager:
         cores: float | None = None,
         memory_bytes: int | None = None,
         node: str = "local",
+        warm: int = 0,
     ) -> None:
+        """`warm`: how many sandboxes that wait for a caller are kept at most."""
         self.node = node
         self._state = state or state_directory()
         self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
@@ -84,6 +87,11 @@ class SandboxManager:
         self.images = ImageStore(self._state / "images")
         self._numbers = count(1)
         self._sandboxes: dict[str, Sandbox] = {}
+        """By the name that the caller knows."""
+        self._by_box: dict[str, Sandbox] = {}
+        """All, those that wait for a caller included."""
+        self._warm = Warm(warm)
+        self._user_namespaces: bool | None = None
         self._place = Placement(self._cores)
         self._owner: Owner | None = None
         self._spawning: Spawning | None = None
@@ -123,9 +131,10 @@ class SandboxManager:
         assert self._owner is not None
         if self._spawning is not None:
             await self._spawning.stop()  # every sandbox dies with it
-        for sandbox in self._sandboxes.values():
+        for sandbox in self._by_box.values():
             sandbox.close_descriptors()
         self._sandboxes.clear()
+        self._by_box.clear()
         self._filing.close()
         await asyncio.to_thread(self._owner.leave)
 
@@ -137,13 +146,13 @@ class SandboxManager:
         return self._spawning
 
     def _on_gone(self, box: str, code: int) -> None:
-        for sandbox in self._sandboxes.values():
-            if sandbox.box == box and not sandbox.gone.done():
-                sandbox.gone.set_result(f"its first process ended with {code}")
+        sandbox = self._by_box.get(box)
+        if sandbox is not None and not sandbox.gone.done():
+            sandbox.gone.set_result(f"its first process ended with {code}")
 
     def _on_spawner_end(self, why: str) -> None:
         self._spawning = None
-        for sandbox in self._sandboxes.values():
+        for sandbox in self._by_box.values():
             if not sandbox.gone.done():
                 sandbox.gone.set_result(why)
 
@@ -156,9 +165,12 @@ class SandboxManager:
         if isinstance(work, Open):
             if name in self._sandboxes:
                 raise ManagerError(f"sandbox {name} is open already", retry=False)
+            await self._require_user(work.spec)
             return _Errand(self._open(name, work.spec, self.images.get(work.spec.image)))
         if isinstance(work, Close):
             return _Errand(self._close(name))
+        if isinstance(work, Prepare):
+            return _Errand(self._prepare(work.spec, self.images.get(work.spec.image)))
         assert isinstance(work, Commit)
         return _Errand(self._commit(self._found(name), work.image))
 
@@ -181,16 +193,36 @@ class SandboxManager:
     # ---- sandboxes ----
 
     async def _open(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
+        warm = self._warm.take(spec)
+        if warm is not None:
+            warm.name = name
+            self._sandboxes[name] = warm
+            return Ended()
+        try:
+            self._sandboxes[name] = sandbox = await self._make(name, spec, image)
+        except ManagerError as error:
+            return Ended(lost=f"sandbox {name} could not be made: {error}")
+        return Ended(usage=Usage(cpu_s=sandbox.group.cpu_s()))
+
+    async def _prepare(self, spec: SandboxSpec, image: Image) -> Ended:
+        try:
+            sandbox = await self._make("warm", spec, image)
+        except ManagerError as error:
+            return Ended(lost=f"a sandbox could not be made: {error}")
+        surplus = self._warm.put(sandbox)
+        if surplus is not None:
+            await self._end_sandbox(surplus)
+        return Ended(usage=Usage(cpu_s=sandbox.group.cpu_s()))
+
+    async def _make(self, name: str, spec: SandboxSpec, image: Image) -> Sandbox:
         assert self._owner is not None
         spawning = await self._running_spawner()
         # Numbered: a name that a caller chose is never part of a path.
         box = str(next(self._numbers))
-        group = self._owner.group.child(box)
-        directory = self._owner.boxes / box
-        sandbox = Sandbox(name, box, spec, image, group, directory)
-        self._sandboxes[name] = sandbox
+        sandbox = Sandbox(name, box, spec, image, self._owner.group.child(box), self._owner.boxes / box)
+        self._by_box[box] = sandbox
         try:
-            directory.mkdir(mode=0o711)
+            sandbox.directory.mkdir(mode=0o711)
             reply = await spawning.open(
                 box,
                 groups=sandbox.prepare(),
@@ -201,19 +233,33 @@ class SandboxManager:
                 uid=0 if spec.user == "root" else SANDBOX_UID,
                 rlimits={"nofile": spec.open_files_max, "core": 0},
             )
-        except BaseException as error:
-            del self._sandboxes[name]
+        except BaseException:
+            del self._by_box[box]
             await asyncio.to_thread(sandbox.remove)
-            if isinstance(error, ManagerError):
-                return Ended(lost=f"sandbox {name} could not be made: {error}")
             raise
         sandbox.init = int(reply["init"])
-        return Ended(usage=Usage(cpu_s=group.cpu_s()))
+        return sandbox
+
+    async def _require_user(self, spec: SandboxSpec) -> None:
+        """Root inside is a user namespace, or it is refused."""
+        if spec.user != "root":
+            return
+        if self._user_namespaces is None:
+            self._user_namespaces = await asyncio.to_thread(has_user_namespaces, SANDBOX_UID)
+        if not self._user_namespaces:
+            raise InvalidAction("sandbox.user", "root", "'agent': this machine allows no user namespaces")
 
     async def _close(self, name: str) -> Ended:
-        sandbox = self._sandboxes.get(name)
+        sandbox = self._sandboxes.pop(name, None)
         if sandbox is None:
             return Ended()
+        try:
+            await self._end_sandbox(sandbox)
+        except (ManagerError, OSError) as error:
+            return Ended(lost=f"sandbox {name} could not be removed: {error}")
+        return Ended()
+
+    async def _end_sandbox(self, sandbox: Sandbox) -> None:
         sandbox.wake()
         if not sandbox.gone.done() and self._spawning is not None:
             try:
@@ -221,13 +267,9 @@ class SandboxManager:
                 await asyncio.wait_for(asyncio.shield(sandbox.gone), CLOSE_S_MAX)
             except (ManagerError, TimeoutError):
                 pass  # what is left is killed with its group
-        self._sandboxes.pop(name, None)
+        self._by_box.pop(sandbox.box, None)
         sandbox.close_descriptors()
-        try:
-            await asyncio.to_thread(sandbox.remove)
-        except (ManagerError, OSError) as error:
-            return Ended(lost=f"sandbox {name} could not be removed: {error}")
-        return Ended()
+        await asyncio.to_thread(sandbox.remove)
 
     async def _commit(self, sandbox: Sandbox, image: str) -> Ended:
         spawning = await self._running_spawner()
@@ -268,8 +310,8 @@ class SandboxManager:
     # ---- images ----
 
     async def add_image(self, path: str) -> str:
-        kind = self.images.add_directory if os.path.isdir(path) else self.images.add_tar
-        return (await kind(Path(path))).name
+        add = self.images.add_directory if await asyncio.to_thread(_is_root, path) else self.images.add_tar
+        return (await add(Path(path))).name
 
     async def recall_image(self, key: str) -> str:
         image = self.images.recall(key)
@@ -327,6 +369,11 @@ def _bubblewrap(sandbox: Sandbox) -> list[str]:
         *("--chdir", "/", "--", f"/proc/self/fd/{INIT}", "-P"),
     ]
     return words
+
+
+def _is_root(path: str) -> bool:
+    """A directory that is a root file system, not the layout of an OCI image."""
+    return os.path.isdir(path) and not os.path.exists(f"{path}/index.json")
 
 
 def _which(name: str) -> str:

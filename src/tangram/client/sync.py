@@ -1,0 +1,162 @@
+"""The same SDK without `await`: a thread runs the event loop, and every call waits for its end.
+
+Owns that thread. Thin on purpose: each method is the asynchronous one, with its arguments and its documentation.
+Ctrl-C cancels the call that waits and returns when its action has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from tangram.client.client import Client, connect
+from tangram.client.sandbox import Sandbox, Server, Session
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class _Portal:
+    """An event loop in a thread, with a client that is entered and left there."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leave: asyncio.Event | None = None
+        self._open: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="tangram", daemon=True)
+        self._failure: BaseException | None = None
+
+    def enter(self) -> None:
+        self._thread.start()
+        try:
+            self._open.result()
+        except BaseException:
+            self._thread.join()
+            raise
+
+    def leave(self) -> None:
+        assert self._loop is not None and self._leave is not None
+        self._loop.call_soon_threadsafe(self._leave.set)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _live(self) -> None:
+        self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with self._client:
+                self._open.set_result(None)
+                await self._leave.wait()
+        except BaseException as error:
+            if self._open.done():
+                self._failure = error
+            else:
+                self._open.set_exception(error)
+
+    def wait(self, doing: Awaitable[T]) -> T:
+        assert self._loop is not None, "enter the client first: with tangram.connect_sync() as t:"
+        future = asyncio.run_coroutine_threadsafe(_coroutine(doing), self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            with contextlib.suppress(CancelledError, Exception):
+                future.result()
+            raise
+
+
+async def _coroutine(doing: Awaitable[T]) -> T:
+    return await doing
+
+
+def _waiting(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """The method of a wrapper that calls the asynchronous method of what it wraps and waits for it."""
+
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        found: T = self._portal.wait(method(self._wrapped, *args, **kwargs))
+        return found
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class _Wrapper:
+    def __init__(self, portal: _Portal, wrapped: Any) -> None:
+        self._portal = portal
+        self._wrapped = wrapped
+
+    def __enter__(self) -> Self:
+        self._portal.wait(self._wrapped.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._portal.wait(self._wrapped.__aexit__(kind, error, trace))
+
+
+class SyncSession(_Wrapper):
+    exec = _waiting(Session.exec)
+    close = _waiting(Session.close)
+
+
+class SyncServer(_Wrapper):
+    stop = _waiting(Server.stop)
+    wait = _waiting(Server.wait)
+
+
+class SyncSandbox(_Wrapper):
+    exec = _waiting(Sandbox.exec)
+    read = _waiting(Sandbox.read)
+    read_text = _waiting(Sandbox.read_text)
+    write = _waiting(Sandbox.write)
+    list = _waiting(Sandbox.list)
+    delete = _waiting(Sandbox.delete)
+    upload = _waiting(Sandbox.upload)
+    download = _waiting(Sandbox.download)
+    commit = _waiting(Sandbox.commit)
+    close = _waiting(Sandbox.close)
+
+    def session(self) -> SyncSession:
+        return SyncSession(self._portal, self._wrapped.session())
+
+    @functools.wraps(Sandbox.start)
+    def start(self, *args: Any, **kwargs: Any) -> SyncServer:
+        return SyncServer(self._portal, self._portal.wait(self._wrapped.start(*args, **kwargs)))
+
+
+class SyncClient:
+    """An open connection. Use it as `with tangram.connect_sync() as t:`."""
+
+    def __init__(self, client: Client) -> None:
+        self._wrapped = client
+        self._portal = _Portal(client)
+
+    def __enter__(self) -> Self:
+        self._portal.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._portal.leave()
+
+    @functools.wraps(Client.sandbox)
+    def sandbox(self, **options: Any) -> SyncSandbox:
+        return SyncSandbox(self._portal, self._wrapped.sandbox(**options))
+
+    image = _waiting(Client.image)
+    forget = _waiting(Client.forget)
+
+
+@functools.wraps(connect)
+def connect_sync(*args: Any, **kwargs: Any) -> SyncClient:
+    return SyncClient(connect(*args, **kwargs))
