@@ -29,6 +29,7 @@ from tangram.core.messages import (
     Started,
     Submit,
     Tick,
+    Used,
     WakeAt,
     cpu_node,
 )
@@ -500,7 +501,7 @@ def test_what_is_expected_to_run_long_reserves_less_but_never_below_the_least() 
         rig = Rig("adaptive", cpu_node("n0", 8), knowledge=taught(seconds, busy=1.0))
         rig.submit("a", learned(), key="tool")
         reserves.append(rig.units["a"])
-    assert reserves[0] == pytest.approx(1000 * RESERVE_MARGIN, abs=1)
+    assert reserves[0] == 950
     assert reserves == sorted(reserves, reverse=True)
     assert reserves[1] < reserves[0]
     assert reserves[-1] == RESERVE_MIN
@@ -532,7 +533,37 @@ def test_what_comes_near_its_timeout_reserves_its_full_use_again(timeout_s: floa
     while rig.now < 0.6 * timeout_s:
         rig.now += 0.1
         rig.handle(Tick())
-    assert rig.units["a"] == pytest.approx(1000 * RESERVE_MARGIN, abs=1)
+    assert rig.units["a"] == 950
+
+
+def test_what_nobody_declared_reserves_a_little_less_than_a_core_at_most() -> None:
+    for busy, reserve in ((0.5, 550), (0.95, 950), (1.0, 950), (1.6, 950)):
+        rig = Rig("adaptive", cpu_node("n0", 4), knowledge=taught(seconds=0.1, busy=busy))
+        rig.submit("a", learned(), key="tool")
+        assert rig.units["a"] == pytest.approx(reserve, abs=2)
+
+
+def test_what_is_measured_to_wait_gives_its_reserve_up_and_gets_it_back_when_it_works() -> None:
+    rig = Rig("adaptive", cpu_node("n0", 1), knowledge=taught(seconds=0.1, busy=1.0))
+    rig.submit("a", learned(), key="tool")
+    rig.submit("b", learned(), key="tool")
+    assert rig.units == {"a": 950}
+    rig.now += 0.25
+    rig.handle(Used(action="a", cpu_s=0.001))
+    assert rig.units["a"] < 20, "it used a 250th of a core"
+    assert "b" in rig.units, "what it gave up is another one's"
+    rig.now += 0.5
+    rig.handle(Used(action="b", cpu_s=0.0))
+    rig.handle(Used(action="a", cpu_s=0.501))
+    assert rig.units["a"] > 10 * RESERVE_MIN, "what its class still has to do, by now"
+
+
+def test_what_uses_all_of_its_reserve_keeps_it() -> None:
+    rig = Rig("adaptive", cpu_node("n0", 2), knowledge=taught(seconds=0.1, busy=1.0))
+    rig.submit("a", learned(), key="tool")
+    rig.now += 0.25
+    rig.handle(Used(action="a", cpu_s=0.24))
+    assert rig.units["a"] == 950
 
 
 # ---- adaptive: elastic CPU --------------------------------------------------------------------------------------

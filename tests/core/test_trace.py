@@ -41,6 +41,7 @@ from tangram.core.messages import (
     Stop,
     Submit,
     Tick,
+    Used,
     WakeAt,
     cpu_node,
 )
@@ -60,6 +61,7 @@ DESCRIPTIONS: list[tuple[Event | Effect, str]] = [
     (Finished(action="a", usage=Usage(cpu_s=1.5)), "used 1.500 CPU seconds"),
     (Finished(action="a", lost="node went away"), "node went away"),
     (Resized(action="a", limit=2000), "limit 2000, attempt 0"),
+    (Used(action="a", cpu_s=1.5), "cpu_s 1.5, attempt 0"),
     (Reserve(sandbox="s", memory=64), "sandbox s, memory 64, run default, node "),
     (Release(sandbox="s"), "sandbox s"),
     (Resident(service="judge", node="g0", devices=(0, 1)), "service judge, node g0, devices (0, 1)"),

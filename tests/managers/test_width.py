@@ -7,8 +7,8 @@ import pytest
 from tangram.managers.width import COUNTS, filled_in, told, whole_cores
 
 
-@pytest.mark.parametrize(("milli_cores", "cores"), [(4, 1), (999, 1), (1000, 1), (1999, 1), (2000, 2), (16_000, 16)])
-def test_a_program_starts_as_many_workers_as_fit_and_at_least_one(milli_cores: int, cores: int) -> None:
+@pytest.mark.parametrize(("milli_cores", "cores"), [(4, 1), (999, 1), (1000, 1), (1999, 2), (2000, 2), (16_000, 16)])
+def test_whoever_may_use_a_part_of_a_core_sees_the_whole_of_it(milli_cores: int, cores: int) -> None:
     assert whole_cores(milli_cores) == cores
 
 

@@ -56,6 +56,7 @@ from tangram.core.messages import (
     Stop,
     Submit,
     Tick,
+    Used,
     WakeAt,
     Window,
 )
@@ -470,6 +471,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             StartFailed(action=action, reason="late", attempt=attempt),
             Finished(action=action, attempt=attempt),
             Resized(action=action, limit=1000, attempt=attempt),
+            Used(action=action, cpu_s=1.0, attempt=attempt),
         ][kind]
         self.send(event)
         assert self.scheduler.statistics().late_events == before + 1

@@ -87,9 +87,18 @@ def _unpack(tar: BinaryIO, aside: Path) -> str:
         if _stays_below(top, name, leads_to) and not os.path.lexists(aside / name):
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             os.symlink(leads_to, aside / name)
+    _drop_links_out(aside / top, [aside / name for name, _ in links])
     if not top or not os.path.lexists(aside / top):
         raise FileFailed(top or "the tree", "holds nothing that can be unpacked")
     return top
+
+
+def _drop_links_out(top: Path, links: list[Path]) -> None:
+    """By its words a link may stay inside and yet lead out, by way of another one."""
+    inside = top.resolve()
+    for link in links:
+        if link.is_symlink() and not link.resolve().is_relative_to(inside):
+            link.unlink()
 
 
 def _write_file(reader: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
@@ -110,8 +119,7 @@ def _safe_name(name: str) -> str:
 
 
 def _stays_below(top: str, name: str, leads_to: str) -> bool:
-    """Whether a link leads to something inside the tree, by its words; what it names may be a link again, which is
-    judged by the same rule."""
+    """Whether a link leads to something inside the tree, by its words."""
     if not leads_to or leads_to.startswith("/") or "\0" in leads_to:
         return False
     end = posixpath.normpath(posixpath.join(posixpath.dirname(name), leads_to))

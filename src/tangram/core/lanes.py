@@ -55,10 +55,10 @@ class Entry:
     """One live action: everything that changes about it."""
 
     __slots__ = (
-        "action", "attempts", "closed", "done_s", "elastic", "estimate", "estimated_at", "fifo_lane", "grant",
-        "granted_at", "heap_lane", "holdings", "key", "lane", "limit", "needs", "place", "progress_at", "reserved",
-        "restoring", "review_s", "run", "seq", "speed", "started_at", "state", "stop", "stranded_at", "submitted_at",
-        "target", "unit_s", "wanted", "width",
+        "action", "attempts", "closed", "cpu_s", "done_s", "elastic", "estimate", "estimated_at", "fifo_lane",
+        "grant", "granted_at", "heap_lane", "holdings", "key", "lane", "limit", "measured_at", "needs", "place",
+        "progress_at", "reserved", "restoring", "review_at", "review_s", "run", "seq", "speed", "started_at",
+        "state", "stop", "stranded_at", "submitted_at", "target", "unit_s", "use", "wanted", "width",
     )  # fmt: skip
 
     def __init__(self, action: Action, run: Run, place: Place | None, seq: int, now: float):
@@ -98,6 +98,13 @@ class Entry:
         """Its service was not loaded on the devices that it was granted."""
         self.review_s = 0.0
         """The policy wants to see it again when it has run this long; 0: never."""
+        self.review_at = 0.0
+        """When it is seen again; an earlier date that was set before no longer counts."""
+        self.cpu_s = 0.0
+        self.measured_at = 0.0
+        """CPU seconds that this attempt had used when its manager last said so."""
+        self.use: float | None = None
+        """Cores that it kept busy between the last two measurements; None: nobody measured."""
         self.width = 0
         """Units of parallelism fixed at launch (milli-cores, devices)."""
         self.reserved = 0

@@ -13,7 +13,7 @@ import msgspec
 
 from tangram.core.action import NO_USAGE, Action, Outcome, Usage
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
-from tangram.errors import InvalidAction, InvalidConfig
+from tangram.errors import InvalidAction, InvalidConfig, InvalidInput
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
@@ -169,6 +169,18 @@ class Resized(Message, frozen=True, kw_only=True):
     attempt: int = 0
 
 
+class Used(Message, frozen=True, kw_only=True):
+    """What a running action has used so far, as its manager measured it. Nobody has to say it."""
+
+    action: str
+    cpu_s: float
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.cpu_s) not in (float, int) or not 0.0 <= self.cpu_s < math.inf:
+            raise InvalidInput("used.cpu_s", self.cpu_s, "a finite number of seconds, at least 0")
+
+
 class Reserve(Message, frozen=True, kw_only=True):
     """A sandbox to come: memory for its whole life. Its first action picks the node."""
 
@@ -258,6 +270,7 @@ Event = (
     | StartFailed
     | Finished
     | Resized
+    | Used
     | Reserve
     | Release
     | Resident

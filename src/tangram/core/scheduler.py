@@ -51,6 +51,7 @@ from tangram.core.messages import (
     Stop,
     Submit,
     Tick,
+    Used,
     WakeAt,
 )
 from tangram.core.places import Places
@@ -133,6 +134,7 @@ class Scheduler:
             StartFailed: self._on_start_failed,
             Finished: self._on_finished,
             Resized: self._on_resized,
+            Used: self._on_used,
             Reserve: self._on_reserve,
             Release: self._on_release,
             Resident: self._on_resident,
@@ -251,7 +253,8 @@ class Scheduler:
         stopping = entry.state is State.STOPPING and entry.started_at is None
         if not stopping:
             self.move(entry, State.RUNNING)
-        entry.started_at = entry.progress_at = self.now
+        entry.started_at = entry.progress_at = entry.measured_at = self.now
+        entry.cpu_s, entry.use = 0.0, None
         if entry.restoring:
             self.residents.learn_restore(entry.action.service, self.now - entry.granted_at)
         if stopping:
@@ -297,6 +300,18 @@ class Scheduler:
     def _on_resized(self, event: Resized) -> None:
         self._live(event.action, event.attempt)
 
+    def _on_used(self, event: Used) -> None:
+        """Kept for the policy, which sees the action again at once if it wants to see it at all."""
+        entry = self._live(event.action, event.attempt)
+        if entry is None or entry.state is not State.RUNNING:
+            return
+        elapsed = self.now - entry.measured_at
+        if elapsed > 0.0:
+            entry.use = max(0.0, event.cpu_s - entry.cpu_s) / elapsed
+            entry.cpu_s, entry.measured_at = event.cpu_s, self.now
+            if entry.review_s:
+                self.review(entry, 0.0)
+
     def _starved(self, entry: Entry, usage: Usage) -> bool:
         started = entry.started_at if entry.started_at is not None else self.now
         return usage.starved_s > STARVED_SHARE * max(self.now - started, 1e-9)
@@ -315,7 +330,8 @@ class Scheduler:
 
     def review(self, entry: Entry, after_s: float) -> None:
         """Show this attempt of a running action to the policy again."""
-        heappush(self.reviews, (self.now + after_s, entry.seq, entry, entry.attempts))
+        entry.review_at = self.now + after_s
+        heappush(self.reviews, (entry.review_at, entry.seq, entry, entry.attempts))
 
     # ---- the end of an action ----
 

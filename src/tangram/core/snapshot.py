@@ -88,8 +88,8 @@ class Snapshot:
         """Up to `most` running actions whose review is due."""
         reviews = self._scheduler.reviews
         while reviews and reviews[0][0] <= self.now and most:
-            _, _, entry, attempt = heappop(reviews)
-            if entry.state is State.RUNNING and entry.attempts == attempt:
+            when, _, entry, attempt = heappop(reviews)
+            if entry.state is State.RUNNING and entry.attempts == attempt and entry.review_at == when:
                 most -= 1
                 yield entry
 

@@ -35,13 +35,14 @@ from tangram.core.messages import (
     StartFailed,
     Submit,
     Tick,
+    Used,
 )
 from tangram.errors import InvalidInput, InvalidTrace
 
 TRACE_FORMAT = 2
 
 EVENTS = (
-    Submit, Cancel, Started, StartFailed, Finished, Resized, Reserve, Release, Resident, Evicted, PoolChanged,
+    Submit, Cancel, Started, StartFailed, Finished, Resized, Used, Reserve, Release, Resident, Evicted, PoolChanged,
     NodeChanged, RunChanged, Tick,
 )  # fmt: skip
 

@@ -38,6 +38,10 @@ class Lease(Protocol):
         """Milli-cores from now on."""
         ...
 
+    def used(self) -> float | None:
+        """CPU seconds so far; None if that cannot be told while it runs."""
+        ...
+
     async def stop(self) -> None:
         """End it: ask first, kill after STOP_GRACE_S. Returns when `wait` will return without delay."""
         ...

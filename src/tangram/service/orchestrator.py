@@ -20,6 +20,7 @@ import msgspec
 
 from tangram.clock import Clock, WallClock
 from tangram.core.action import NO_USAGE, Action, Outcome, Status
+from tangram.core.demand import CPU
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -39,11 +40,17 @@ from tangram.core.messages import (
     Stop,
     Submit,
     Tick,
+    Used,
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
 from tangram.managers.base import Lease, Manager, Output
 from tangram.managers.work import Ended, Executed, Work
+
+LOOK_FIRST_S = 0.25
+LOOK_MAX_S = 8.0
+"""Running actions whose CPU nobody declared are measured after the first, then each time after twice as long, at most
+every so often."""
 
 Observer = Callable[[float, Event, list[Effect]], None]
 """Sees every event and its effects, in order: a recorder of traces, metrics."""
@@ -77,6 +84,8 @@ class Ticket:
         self.stop_asked = False
         self.attempt = 0
         self.ended: Ended | None = None
+        self.look: asyncio.TimerHandle | None = None
+        """When what it uses is measured next."""
         self.error: InvalidInput | None = None
         """What the manager found wrong with what was asked."""
 
@@ -258,7 +267,7 @@ class Orchestrator:
     def _on_wake_at(self, effect: WakeAt) -> None:
         def ring() -> None:
             self._alarms.discard(alarm)
-            self._tasks.create_task(self._tick())
+            self._tasks.create_task(self._tell(Tick()))
 
         alarm = asyncio.get_running_loop().call_later(max(0.0, effect.at - self.now()), ring)
         self._alarms.add(alarm)
@@ -302,20 +311,38 @@ class Orchestrator:
             ticket.started.set_result(None)
         if ticket.stop_asked:
             self._tasks.create_task(self._stop(lease))
+        self._look_later(ticket, LOOK_FIRST_S)
         try:
             ended = await lease.wait()
         except (ManagerError, OSError) as error:
             ended = Ended(lost=f"{type(error).__name__}: {error}")
+        if ticket.look is not None:
+            ticket.look.cancel()
+            ticket.look = None
         ticket.ended = ended
         self._send(Finished(action=action, usage=ended.usage or NO_USAGE, lost=ended.lost, attempt=grant.attempt))
+
+    def _look_later(self, ticket: Ticket, after_s: float) -> None:
+        """Measure what an action uses whose CPU nobody declared: what it does not use is another one's."""
+        cpu = ticket.action.demand.pools.get(CPU)
+        if cpu is not None and not cpu.declared:
+            ticket.look = asyncio.get_running_loop().call_later(after_s, self._look, ticket, after_s)
+
+    def _look(self, ticket: Ticket, after_s: float) -> None:
+        assert ticket.lease is not None
+        with contextlib.suppress(ManagerError, OSError):
+            cpu_s = ticket.lease.used()
+            if cpu_s is not None:
+                self._look_later(ticket, min(2.0 * after_s, LOOK_MAX_S))
+                self._tasks.create_task(self._tell(Used(action=ticket.action.id, cpu_s=cpu_s, attempt=ticket.attempt)))
+
+    async def _tell(self, event: Event) -> None:
+        self._send(event)
 
     async def _stop(self, lease: Lease) -> None:
         """What goes wrong here shows in the end of the lease."""
         with contextlib.suppress(ManagerError, OSError):
             await lease.stop()
-
-    async def _tick(self) -> None:
-        self._send(Tick())
 
 
 _EFFECTS: dict[type, Callable[[Orchestrator, Any], None]] = {

@@ -42,6 +42,12 @@ REVIEW_STEP_S = 0.01
 """No review is closer to the one before: rounding may put the moment that it waits for just behind it."""
 REVIEW_SHARE = 0.25
 """A review that would change the reserve by less than this share leaves it."""
+RESERVE_MAX = 950
+"""Milli-cores at most, for what nobody declared. Whoever needs more than a core for sure says so. A little less than a
+core, because those who only wait hold RESERVE_MIN each, and would keep a whole one from fitting beside them."""
+IDLE_SHARE = 0.5
+"""An action that was measured to use less than this share of its reserve does not need it: the reserve follows the use,
+since CPU that is reserved for it was there to be used."""
 REVIEWS_MAX = 16
 """Reviews per round; those left over wait for the next event."""
 TIMEOUT_SHARE = 0.5
@@ -90,12 +96,12 @@ class Adaptive:
         return estimate.work_s * (pools[GPU].min if GPU in pools else 1)
 
     def reserve(self, entry: Entry, snapshot: Snapshot) -> int:
-        """Learned use, less for what is expected to run long; a whole core while nothing is known."""
+        """Learned use, less for what is expected to run long; RESERVE_MAX while nothing is known."""
         estimate = snapshot.estimate(entry)
         limit = entry.action.demand.pools[CPU].max
         if not estimate.observations:
-            return min(CORE, limit)
-        full = estimate.busy * RESERVE_MARGIN * CORE
+            return min(RESERVE_MAX, limit)
+        full = min(estimate.busy * RESERVE_MARGIN * CORE, RESERVE_MAX)
         ran_s = 0.0 if entry.started_at is None else snapshot.now - entry.started_at
         timeout_s = entry.action.timeout_s
         if snapshot.aged(entry) or (timeout_s is not None and ran_s >= TIMEOUT_SHARE * timeout_s):
@@ -150,6 +156,8 @@ class Adaptive:
         assert entry.started_at is not None and entry.grant is not None
         pool = snapshot.pool(CPU, entry.grant.node)
         reserve = min(self.reserve(entry, snapshot), entry.reserved + max(0, pool.free))
+        if entry.use is not None and entry.use * CORE < IDLE_SHARE * entry.reserved:
+            reserve = min(reserve, max(RESERVE_MIN, int(entry.use * RESERVE_MARGIN * CORE)))
         if abs(reserve - entry.reserved) < REVIEW_SHARE * entry.reserved:
             reserve = entry.reserved
         ran_s = snapshot.now - entry.started_at

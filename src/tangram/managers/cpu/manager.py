@@ -7,6 +7,7 @@ with how much. Promises what `managers.base` asks, and that sandboxes die with t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Coroutine
@@ -37,7 +38,10 @@ INODE_BYTES = 4096
 """Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
 SHM_SHARE = 4
 """Shared memory of a sandbox: this part of its memory limit."""
-MS_NOSUID, MS_NODEV = 2, 4
+MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
+ROOT_AT = "/mnt"
+"""Where, in its own mount namespace, the holder of a sandbox puts the root of it: every user may look there. The state
+directory may lie where only root may."""
 CLOSE_S_MAX = 10.0
 """Until its first process has ended; then its control group is killed all the same."""
 
@@ -60,6 +64,9 @@ class _Errand:
 
     def resize(self, *, reserved: int, limit: int) -> None:
         """Its share is not limited."""
+
+    def used(self) -> float | None:
+        return None
 
     async def stop(self) -> None:
         await self._done.wait()
@@ -91,6 +98,8 @@ class SandboxManager:
         self._by_box: dict[str, Sandbox] = {}
         """All, those that wait for a caller included."""
         self._warm = Warm(warm)
+        self._forgotten: list[str] = []
+        """Images that go as soon as no sandbox stands on them."""
         self._user_namespaces: bool | None = None
         self._place = Placement(self._cores)
         self._owner: Owner | None = None
@@ -116,6 +125,7 @@ class SandboxManager:
             self._owner.group.set_cpu(reserved=CORE, limit=self._total)
             self._owner.group.set_cpus(self._machine.cpus)
             self._owner.group.delegate()
+            await asyncio.to_thread(self._tidy_images, self._owner.orphans)
             await self._running_spawner()
         except BaseException:
             await asyncio.to_thread(self._owner.leave)
@@ -136,7 +146,16 @@ class SandboxManager:
         self._sandboxes.clear()
         self._by_box.clear()
         self._filing.close()
+        await asyncio.to_thread(self._tidy_images, self._owner.images())
         await asyncio.to_thread(self._owner.leave)
+
+    def _tidy_images(self, names: list[str]) -> None:
+        """Forget these, and what was never finished. Blocks."""
+        for name in names:
+            with contextlib.suppress(InvalidAction):
+                self.images.forget(name)
+        self.images.sweep()
+        self.images.get("host")  # made here rather than by the first sandbox
 
     async def _running_spawner(self) -> Spawning:
         """A spawner that died took its sandboxes along; new ones get a new one."""
@@ -187,7 +206,14 @@ class SandboxManager:
         kind = SessionLease if work.session else ProgramLease
         spawning = await self._running_spawner()
         lease = kind(action.id, grant, work, output, sandbox=sandbox, spawning=spawning, place=self._place)
-        await lease.begin()
+        try:
+            await lease.begin()
+        except ManagerError as error:
+            if sandbox.is_ending():
+                raise ManagerError(
+                    f"sandbox {sandbox.name} is gone: its first process has ended", retry=False
+                ) from error
+            raise
         return lease
 
     # ---- sandboxes ----
@@ -270,8 +296,11 @@ class SandboxManager:
         self._by_box.pop(sandbox.box, None)
         sandbox.close_descriptors()
         await asyncio.to_thread(sandbox.remove)
+        if self._forgotten:
+            await self._forget_unused()
 
     async def _commit(self, sandbox: Sandbox, image: str) -> Ended:
+        assert self._owner is not None
         spawning = await self._running_spawner()
         layer = self.images.new_layer()
         sandbox.hold_still()
@@ -284,7 +313,12 @@ class SandboxManager:
             raise
         finally:
             sandbox.go_on()
-        self.images.seal(layer, name=image, base=sandbox.image)
+        self._owner.keep_with(image)
+        try:
+            await asyncio.to_thread(self.images.seal, layer, name=image, base=sandbox.image)
+        except BaseException:
+            await asyncio.to_thread(self.images.discard, layer)
+            raise
         return Ended()
 
     # ---- files ----
@@ -318,10 +352,23 @@ class SandboxManager:
         return image.name if image is not None else ""
 
     async def remember_image(self, key: str, name: str) -> None:
+        assert self._owner is not None
         self.images.remember(key, self.images.get(name))
+        self._owner.let_stay(name)
 
     async def forget_image(self, name: str) -> None:
-        await asyncio.to_thread(self.images.forget, name)
+        """Once nothing stands on it any more."""
+        self.images.get(name)
+        self._forgotten.append(name)
+        await self._forget_unused()
+
+    async def _forget_unused(self) -> None:
+        assert self._owner is not None
+        in_use = {layer for sandbox in self._by_box.values() for layer in sandbox.image.layers}
+        for name in [name for name in self._forgotten if self.images.get(name).layers[0] not in in_use]:
+            self._forgotten.remove(name)
+            await asyncio.to_thread(self.images.forget, name)
+            self._owner.let_stay(name)
 
 
 # ---- how a sandbox is made ----------------------------------------------------------------------------------------
@@ -341,6 +388,7 @@ def _prepare(sandbox: Sandbox) -> list[list[Any]]:
         ["mkdir", f"{at}/work", 0, 0o755],
         ["mkdir", f"{at}/root", 0, 0o755],
         ["mount", "overlay", f"{at}/root", "overlay", flags, layers],
+        ["mount", f"{at}/root", ROOT_AT, "none", MS_BIND, ""],
     ]
 
 
@@ -362,7 +410,7 @@ def _bubblewrap(sandbox: Sandbox) -> list[str]:
         *([] if spec.network else ["--unshare-net"]),
         *("--die-with-parent", "--as-pid-1", "--info-fd", str(INFO), "--seccomp", str(FILTER)),
         *as_root,
-        *("--bind", f"{sandbox.directory}/root", "/"),
+        *("--bind", ROOT_AT, "/"),
         *(["--ro-bind", "/usr", "/usr"] if sandbox.image.binds_usr else []),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(spec.memory_bytes // SHM_SHARE), "--perms", "01777", "--tmpfs", "/dev/shm"),

@@ -3,7 +3,8 @@
 Owns the layout of the state directory:
 
     owners.lock      held while an owner comes or dead ones are swept
-    owners/NAME/     one owner: `lock`, held while it lives, and `boxes/`, a directory for each of its sandboxes
+    owners/NAME/     one owner: `lock`, held while it lives; `boxes/`, a directory for each of its sandboxes; `images/`,
+                     a file for each image that is to go with it, which holds the name
     images/          layers, shared by all owners
 
 An owner that dies leaves empty directories and control groups behind; its processes and mounts end with it. Whoever
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -37,6 +39,9 @@ class Owner:
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._directory = state / "owners" / self.name
         self.boxes = self._directory / "boxes"
+        self._images = self._directory / "images"
+        self.orphans: list[str] = []
+        """Images of owners that were swept."""
         try:
             # In a user namespace their files are reached by an unprivileged user: the way is open, the list is not.
             for directory in (state, state / "owners"):
@@ -45,11 +50,23 @@ class Owner:
                 self.swept = self._sweep()
                 self._directory.mkdir(mode=0o711)
                 self.boxes.mkdir(mode=0o711)
+                self._images.mkdir(mode=0o700)
                 self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
             raise ManagerError(f"the state directory {state} cannot be used: {error}", retry=False) from error
         self.group = cgroups.owner_root(self.name)
+
+    def keep_with(self, image: str) -> None:
+        """This image goes when the owner does, however that comes about."""
+        _note(self._images, image).write_text(image, encoding="utf-8")
+
+    def let_stay(self, image: str) -> None:
+        _note(self._images, image).unlink(missing_ok=True)
+
+    def images(self) -> list[str]:
+        """Those that go with it."""
+        return _noted(self._images)
 
     def leave(self) -> None:
         """All its sandboxes have been closed."""
@@ -73,9 +90,20 @@ class Owner:
             if not _is_dead(directory):
                 continue
             found.append(directory.name)
+            self.orphans += _noted(directory / "images")
             cgroups.remove_owner(directory.name)
             shutil.rmtree(directory, ignore_errors=True)
         return found
+
+
+def _note(folder: Path, image: str) -> Path:
+    return folder / hashlib.sha256(image.encode()).hexdigest()
+
+
+def _noted(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return [path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())]
 
 
 def _is_dead(directory: Path) -> bool:

@@ -12,7 +12,7 @@ import errno
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from tangram.core.action import Usage
 from tangram.core.demand import CORE, CPU
@@ -148,6 +148,9 @@ class ProgramLease:
         self._reserved = reserved
         self._place.resize(self.action, self.sandbox, reserved=reserved, limit=limit)
 
+    def used(self) -> float | None:
+        return self.slot.cpu_s_so_far()
+
     async def stop(self) -> None:
         if self._stopped is None:
             self._stopped = asyncio.Event()
@@ -170,7 +173,7 @@ class ProgramLease:
     def _starvation(self) -> float:
         """Seconds for which it waited for CPU while it had less than its reserve."""
         elapsed = self._loop.time() - self._began_at
-        had = self.slot.group.cpu_s() - self.slot.cpu_s
+        had = self.slot.cpu_s_so_far()
         lacking = elapsed - had * CORE / max(self._reserved, 1)
         if lacking <= 0.0:
             return 0.0
@@ -199,11 +202,17 @@ class ProgramLease:
         return Ended(usage=usage, executed=self._executed(code, out_of_memory), lost=lost)
 
     async def _end(self) -> int | None:
-        if self._failure is not None:
-            self._captures[1].feed(f"tangram: {self._failure.reason}\n".encode())
-            return NOT_FOUND if self._failure.errno == errno.ENOENT else NOT_EXECUTABLE
+        try:
+            if self._failure is not None:
+                raise self._failure
+            return await self._exit_code()
+        except ExecFailed as error:
+            self._captures[1].feed(f"tangram: {error.reason}\n".encode())
+            return NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE
+
+    async def _exit_code(self) -> int:
         assert self._program is not None
-        return (await self._program.exited)[0]
+        return await self._program.exit_code()
 
     def _executed(self, code: int | None, out_of_memory: bool) -> Executed:
         out, err = self._captures
@@ -249,15 +258,15 @@ class SessionLease(ProgramLease):
 
     _session: Session | None = None
     _status: asyncio.Future[int] | None = None
+    _shell_gone = False
 
     async def _launch(self) -> None:
         name = self.work.session
         session = self.sandbox.sessions.get(name)
         if session is not None and session.busy:
             raise ManagerError(f"session {name} of sandbox {self.sandbox.name} runs a command already", retry=False)
-        if session is not None and session.program.exited.done():
-            session.close()
-            session = None
+        if session is not None and session.program.has_ended:
+            self._give_up(session)
         if session is None:
             session = await self._hold_shell()
             self.sandbox.sessions[name] = session
@@ -265,10 +274,21 @@ class SessionLease(ProgramLease):
             self.slot.group.adopt([session.program.pid])
             for stream, capture in zip(session.streams, self._captures, strict=True):
                 stream.begin(capture, self._output)
+        self._streams = session.streams
+        try:
+            self._status = session.run(self._command(session))
+        except OSError:
+            await self.sandbox.kill(self.slot)
+            self._give_up(session)
         session.busy = True
         self._session = session
-        self._streams = session.streams
-        self._status = session.run(self._command(session))
+
+    def _give_up(self, session: Session) -> NoReturn:
+        """Its shell has ended between two commands, or takes none: what it held is lost, and the caller must know."""
+        del self.sandbox.sessions[self.work.session]
+        session.close()
+        self._shell_gone = True
+        raise ExecFailed(errno.EPIPE, f"the shell of session {self.work.session} has ended; its state is lost")
 
     async def _hold_shell(self) -> Session:
         pipes = ShellPipes()
@@ -296,18 +316,19 @@ class SessionLease(ProgramLease):
             command = f"cd {_quoted(inside(self.work.cwd))} && eval {_quoted(command)}"
         return "\n".join([*lines, command])
 
-    async def _end(self) -> int | None:
-        if self._failure is not None:
-            return await super()._end()
+    async def _exit_code(self) -> int:
+        """Of the command, or of the shell if it took the shell along."""
         assert self._session is not None and self._status is not None
-        both: list[asyncio.Future[Any]] = [self._status, self._session.program.exited]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if self._status.done():
-            return self._status.result()
-        return self._session.program.exited.result()[0]
+        shell_ended = asyncio.ensure_future(self._session.program.exit_code())
+        try:
+            await asyncio.wait({self._status, shell_ended}, return_when=asyncio.FIRST_COMPLETED)
+            return self._status.result() if self._status.done() else await shell_ended
+        finally:
+            shell_ended.cancel()
 
     def _session_ended(self) -> bool:
-        return self._session is not None and self.sandbox.sessions.get(self.work.session) is not self._session
+        held = self.sandbox.sessions.get(self.work.session)
+        return self._shell_gone or (self._session is not None and held is not self._session)
 
     async def _vacate(self, *, keep: bool) -> None:
         session = self._session

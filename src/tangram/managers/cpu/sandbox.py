@@ -30,6 +30,8 @@ SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
 WHOLE_CONTROLLERS = ("memory", "pids")
 BACKGROUND_RESERVE = 10
 """Milli-cores, as weight: what was left running yields to actions."""
+MOVE_ROUNDS_MAX = 100
+"""A process that waits for its quota is not yet frozen, and may fork once more."""
 KILL_PAUSE_S = 0.002
 KILL_ROUNDS_MAX = 5000
 """A process in the middle of a system call, such as a write to a slow disk, ends after it."""
@@ -42,15 +44,19 @@ class Slot:
         self.group = group
         self.joins = joins
         """A process whose id is written to each of these files is in the slot."""
-        self.cpu_s = 0.0
+        self._cpu_s = 0.0
         self._throttled_s = 0.0
-        """Of all actions before the present one, as `cpu_s`."""
+        """Of all actions before the present one."""
+
+    def cpu_s_so_far(self) -> float:
+        """CPU seconds of the present action."""
+        return max(0.0, self.group.cpu_s() - self._cpu_s)
 
     def used(self) -> tuple[float, float]:
         """CPU and throttled seconds since the last call."""
         cpu_s, throttled_s = self.group.cpu_s(), self.group.throttled_s()
-        used = (cpu_s - self.cpu_s, throttled_s - self._throttled_s)
-        self.cpu_s, self._throttled_s = cpu_s, throttled_s
+        used = (cpu_s - self._cpu_s, throttled_s - self._throttled_s)
+        self._cpu_s, self._throttled_s = cpu_s, throttled_s
         return max(0.0, used[0]), max(0.0, used[1])
 
 
@@ -77,6 +83,8 @@ class Sandbox:
         self._background: Group | None = None
         self._files: Slot | None = None
         self._frozen = False
+        self._holds = 0
+        """How many want it to stand still, whoever else wants it to run."""
         self._memory_kills = 0
 
     # ---- groups ----
@@ -109,6 +117,8 @@ class Sandbox:
         if self._background is None:
             self._background = self._make_slot("background").group
             self._background.set_weight(BACKGROUND_RESERVE)
+            if self._holds:
+                self._background.freeze()
         return self._background
 
     # ---- actions ----
@@ -121,6 +131,8 @@ class Sandbox:
             slot = self._make_slot(f"a{len(self._slots)}")
             self._slots.append(slot)
         try:
+            if self._holds:
+                slot.group.freeze()
             slot.group.set_cpu(reserved=reserved, limit=limit)
             slot.group.set_cpus(cpus)
         except BaseException:
@@ -141,7 +153,11 @@ class Sandbox:
         """Whatever still runs there goes to the background; without any action the sandbox stands still."""
         if slot.group.processes():
             slot.group.freeze()  # whoever stands still does not fork while it is moved
-            self._background_group().adopt(slot.group.processes())
+            for _ in range(MOVE_ROUNDS_MAX):
+                left = slot.group.processes()
+                if not left:
+                    break
+                self._background_group().adopt(left)
             slot.group.thaw()
         del self._reserved_by_slot[slot]
         self._free.append(slot)
@@ -170,19 +186,22 @@ class Sandbox:
     def wake(self) -> None:
         """What was left running runs."""
         if self._frozen and self._background is not None:
-            self._background.thaw()
+            if not self._holds:
+                self._background.thaw()
             self._frozen = False
 
     # ---- standing still for a moment ----
 
     def hold_still(self) -> None:
-        """Nothing in it runs, actions included, until `go_on`."""
+        """Nothing in it runs, actions included, until `go_on`. An action that starts meanwhile waits."""
+        self._holds += 1
         for group in self._groups():
             group.freeze()
 
     def go_on(self) -> None:
+        self._holds -= 1
         for group in self._groups():
-            if group is not self._background or self._reserved_by_slot:
+            if not self._holds and not (group is self._background and self._frozen):
                 group.thaw()
 
     def _groups(self) -> list[Group]:

@@ -7,6 +7,7 @@ says is believed of its own commands only.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 
@@ -41,11 +42,15 @@ class Session:
         self._statuses = statuses
         self._status: asyncio.Future[int] | None = None
         os.set_blocking(statuses, False)
+        os.set_blocking(commands, False)
         asyncio.get_running_loop().add_reader(statuses, self._on_status)
 
     def run(self, command: str) -> asyncio.Future[int]:
+        """Raises OSError if the shell does not take it: it has ended, or has never read what it was given before."""
         self._status = asyncio.get_running_loop().create_future()
-        os.write(self._commands, command.encode() + b"\0")
+        data = command.encode() + b"\0"
+        if os.write(self._commands, data) < len(data):
+            raise BlockingIOError(errno.EAGAIN, "the shell does not read its commands")
         return self._status
 
     def _on_status(self) -> None:

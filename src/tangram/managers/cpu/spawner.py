@@ -1,9 +1,11 @@
 """The spawner: a small process of its own that starts programs inside sandboxes, and does file work there.
 
 It is run by its path, without site-packages, and imports only the standard library: a fork of it costs a fraction of a
-fork of the process that owns it. Owns every step between fork and exec. Decides nothing: it does what the messages on
-its socket say, one reply each, and tells when a program has ended. Promises that whatever it started dies with it, and
-that it dies with its owner: an end of the socket kills every sandbox.
+fork of the process that owns it. All that its forks need is imported before the first of them: inside a sandbox, the
+sandbox would choose what an import finds. Owns every step between fork and exec. Decides nothing: it does what the
+messages on its socket say, one reply each, and tells when a program has ended. Promises that whatever it started dies
+with it, that it dies with its owner (an end of the socket kills every sandbox), and that nothing which a sandbox does
+or says brings it down.
 
 A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed everything, dropped every
 privilege and taken on the filter of system calls, and then waits for one order. The spawner forks a sandbox's next
@@ -28,6 +30,8 @@ import socket
 import stat
 import struct
 import sys
+import tarfile
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -36,14 +40,20 @@ MESSAGE_BYTES_MAX = 1 << 18
 """Of one request. The owner refuses longer ones."""
 ANSWER_BYTES_MAX = 1 << 17
 """Of what a runner answers, such as a listing."""
+REASON_CHARACTERS = 2000
+"""Of a path or a word of the caller in an answer."""
 SPARES_MAX = 64
 """Runners that wait for an order. Each costs about half a megabyte; those of the sandboxes used last are kept."""
 LOOK_S = 0.0003
 """How often the first process of a sandbox that is being made is looked at."""
 FDS_MAX = 8
 """Of one request."""
+NUDGE_S = 0.2
+"""How often a runner that has its order is told to go on: a program in its sandbox may have stopped it."""
+EXECUTE_S_MAX = 120.0
+"""Until a runner has become its program. Then it is killed: somebody in its sandbox stops it again and again."""
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 24, 38, 22
@@ -67,6 +77,9 @@ LOW_FDS = 16
 FIRST_TO_GO = b"500"
 """When the memory of a sandbox is used up, a program of it is killed rather than the sandbox."""
 
+FILES_MIN = 128
+"""Descriptors that a runner needs, however few its program may have."""
+
 RLIMITS = {"nofile": resource.RLIMIT_NOFILE, "core": resource.RLIMIT_CORE, "nice": resource.RLIMIT_NICE}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,6 +87,9 @@ _prctl = _libc.prctl
 _prctl.argtypes = [ctypes.c_int, *([ctypes.c_ulong] * 4)]  # converts arguments in a tenth of the time
 
 Message = dict[str, Any]
+
+# The names of users are looked up by code that the files of a sandbox choose (nsswitch.conf). They are not looked up.
+tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
 
 
 class StepFailed(Exception):
@@ -96,7 +112,13 @@ class Runner:
         self.channel = channel
         self.number = 0
         """Of the request that it carries out; 0: it is spare."""
-        self.failed = False
+        self.executes = False
+        """Whether it is to become a program."""
+        self.ordered_s = 0.0
+        """When it got its order."""
+        self.said: bytes | None = None
+        """All that came from it before its channel ended."""
+        self.code: int | None = None
 
 
 class Box:
@@ -156,11 +178,15 @@ class Spawner:
         """Sandboxes that have a spare runner, the longest unused first."""
         self._becoming: dict[int, Callable[[], None]] = {}
         """First processes that are not yet what they are to be, with what to do then."""
+        self._ordered: dict[int, Runner] = {}
+        """Runners that have an order and have not yet become its program or answered, by the number of the request."""
+        self._nudged_s = 0.0
 
     def serve(self) -> None:
         try:
             while True:
-                timeout = 0.0 if self._wanted else LOOK_S if self._becoming else None
+                idle = NUDGE_S if self._ordered else None
+                timeout = 0.0 if self._wanted else LOOK_S if self._becoming else idle
                 ready = self._selector.select(timeout)
                 for key, _ in ready:
                     key.data(key.fileobj)
@@ -168,6 +194,8 @@ class Spawner:
                     self._look()
                 elif not ready and self._wanted:
                     self._fork_spare(self._wanted.popitem()[0])
+                if self._ordered:
+                    self._nudge()
         except EOFError:
             pass
         finally:
@@ -209,7 +237,10 @@ class Spawner:
         chunks = bytearray() if into is None else into
 
         def more(_: object) -> None:
-            data = os.read(fd, 65536)
+            try:
+                data = os.read(fd, MESSAGE_BYTES_MAX)
+            except ConnectionResetError:
+                data = b""  # a runner that was killed before it took its order
             if data:
                 if len(chunks) < ANSWER_BYTES_MAX:
                     chunks.extend(data)
@@ -220,15 +251,15 @@ class Spawner:
 
         self._selector.register(fd, selectors.EVENT_READ, more)
 
-    def _watch(self, pid: int, then: Callable[[int, Any], None]) -> None:
-        """Call `then(exit code, resources)` when a child has ended; a signal is a negative code."""
+    def _watch(self, pid: int, then: Callable[[int], None]) -> None:
+        """Call `then(exit code)` when a child has ended; a signal is a negative code."""
         fd = os.pidfd_open(pid)
 
         def ended(_: object) -> None:
             self._selector.unregister(fd)
             os.close(fd)
-            _, status, usage = os.wait4(pid, 0)
-            then(os.waitstatus_to_exitcode(status), usage)
+            _, status = os.waitpid(pid, 0)
+            then(os.waitstatus_to_exitcode(status))
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
@@ -246,9 +277,10 @@ class Spawner:
         """Mount what the sandbox sees in a namespace of its own, so that the mounts vanish with it, and start its first
         process there. It is open when that process has become the given program."""
         status_read, status, info_read, info = (*os.pipe(), *os.pipe())
+        spawner = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_holder(request, status, info)
+            self._become_holder(request, status, info, spawner)
         os.close(status)
         os.close(info)
         said = bytearray()
@@ -273,7 +305,7 @@ class Spawner:
             self._want_spare(name)
             self._reply(number, holder=pid, init=init)
 
-        def ended(code: int, _: Any) -> None:
+        def ended(code: int) -> None:
             box = self._boxes.pop(name, None)
             if box is not None:
                 box.forget()
@@ -287,11 +319,12 @@ class Spawner:
         # Its words first, its end afterwards: nothing else holds that pipe once it is gone.
         self._collect(status_read, lambda text: self._watch(pid, ended), into=said)
 
-    def _become_holder(self, request: Message, status: int, info: int) -> None:
+    def _become_holder(self, request: Message, status: int, info: int, spawner: int) -> None:
         """Never returns."""
         try:
             _reset_signals()
             os.dup2(status, 2)
+            _die_with(spawner)
             _join(os.getpid(), request["groups"])
             _call("unshare", _libc.unshare(CLONE_NEWNS))
             _call("private mounts", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
@@ -306,7 +339,6 @@ class Spawner:
             os.dup2(self._filter_file(), FILTER)
             os.close(ORDER)
             os.closerange(FILTER + 1, 1 << 16)
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             os.execve(request["argv"][0], request["argv"], request["env"])
         except BaseException as error:
             os.write(2, str(error).encode(errors="replace"))
@@ -330,7 +362,8 @@ class Spawner:
                 continue
             if os.path.basename(path) != "bwrap":
                 del self._becoming[init]
-                then()
+                with contextlib.suppress(OSError):  # as above
+                    then()
 
     def _close(self, request: Message, fds: list[int]) -> None:
         box = self._boxes.get(request["box"])
@@ -342,11 +375,13 @@ class Spawner:
         """Copy a directory that only the holder of a sandbox sees to one that all see."""
         box = self._box(request["box"])
         status_read, status = os.pipe()
+        spawner = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 _reset_signals()
                 os.dup2(status, 2)
+                _die_with(spawner)
                 _call("joining the mounts", _libc.setns(box.holder_fd, CLONE_NEWNS))
                 os.closerange(3, 1 << 16)
                 words = ["cp", "--archive", "--reflink=auto", "--", f"{request['source']}/.", request["target"]]
@@ -358,7 +393,7 @@ class Spawner:
         os.close(status)
         said = bytearray()
 
-        def ended(code: int, _: Any) -> None:
+        def ended(code: int) -> None:
             why = {} if code == 0 else {"error": said.decode(errors="replace").strip() or f"cp ended with {code}"}
             self._reply(request["id"], **why)
 
@@ -373,8 +408,8 @@ class Spawner:
     # ---- runners ----
 
     def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
-        """Have a runner carry out an order, which is handed on as it came. For a program the reply comes when it has
-        been executed, and `exit` follows when it has ended; for file work the reply is all."""
+        """Have a runner carry out an order, which is handed on as it came. The reply comes when it has the order; for a
+        program `exit` follows when it has ended, for file work with what came of it."""
         box = self._box(request["box"])
         groups = request["groups"]
         runner = self._take_runner(box)
@@ -388,29 +423,54 @@ class Spawner:
             box.join(runner.pid, groups)
             socket.send_fds(runner.channel, [order], fds)
         runner.number = request["id"]
+        runner.executes = request["do"] == "exec"
+        runner.ordered_s = time.monotonic()
+        self._ordered[runner.number] = runner
+        os.kill(runner.pid, signal.SIGCONT)
+        self._reply(runner.number, pid=runner.pid)
         self._want_spare(box.name)
-        then = self._executed if request["do"] == "exec" else self._answered
-        self._collect(runner.channel.detach(), functools.partial(then, runner))
+        self._collect(runner.channel.detach(), functools.partial(self._heard, runner))
 
-    def _executed(self, runner: Runner, text: bytes) -> None:
-        """Silence is the sign of success: exec has closed the channel."""
-        if text:
-            runner.failed = True
-            self._reply(runner.number, **json.loads(text))
-        else:
-            self._reply(runner.number, pid=runner.pid)
+    def _nudge(self) -> None:
+        now = time.monotonic()
+        if now - self._nudged_s < NUDGE_S:
+            return
+        self._nudged_s = now
+        for runner in self._ordered.values():
+            late = runner.executes and now - runner.ordered_s > EXECUTE_S_MAX
+            with contextlib.suppress(ProcessLookupError):  # its end is about to be noticed
+                os.kill(runner.pid, signal.SIGKILL if late else signal.SIGCONT)
 
-    def _answered(self, runner: Runner, text: bytes) -> None:
-        runner.failed = True
-        self._reply(runner.number, **(json.loads(text) if text else {"error": "it was killed"}))
+    def _abandon(self, request: Message, fds: list[int]) -> None:
+        """Nobody waits any more for what this runner does."""
+        runner = self._ordered.get(request["order"])
+        if runner is not None:
+            os.kill(runner.pid, signal.SIGKILL)
+        self._reply(request["id"])
 
-    def _runner_ended(self, box: Box, runner: Runner, code: int, usage: Any) -> None:
+    def _heard(self, runner: Runner, text: bytes) -> None:
+        """All that it says on its channel. Of a program silence is the sign of success: exec has closed the channel."""
+        self._ordered.pop(runner.number, None)
+        runner.said = text
+        self._conclude(runner)
+
+    def _runner_ended(self, box: Box, runner: Runner, code: int) -> None:
         if box.spare is runner:
             box.spare = None
             self._spares.pop(box.name, None)
             runner.channel.close()
-        elif runner.number and not runner.failed:
-            self._send({"exit": runner.number, "code": code, "rss_bytes": usage.ru_maxrss * 1024})
+        elif runner.number:
+            runner.code = code
+            self._conclude(runner)
+
+    def _conclude(self, runner: Runner) -> None:
+        """Its last words and its end are noticed in either order."""
+        if runner.said is None or runner.code is None:
+            return
+        if runner.executes and not runner.said:
+            self._send({"exit": runner.number, "code": runner.code})
+        else:
+            self._send({"exit": runner.number, **_answer(runner.said)})
 
     def _want_spare(self, name: str) -> None:
         self._wanted[name] = None
@@ -462,7 +522,7 @@ class Spawner:
             assert self._program is not None
             _run(its.detach(), box, self._program)
         runner = Runner(pid, mine)
-        self._watch(pid, lambda code, usage: self._runner_ended(box, runner, code, usage))
+        self._watch(pid, lambda code: self._runner_ended(box, runner, code))
         return runner
 
 
@@ -473,6 +533,27 @@ def _join(pid: int, groups: list[str]) -> None:
             os.write(fd, str(pid).encode())
         finally:
             os.close(fd)
+
+
+def _answer(text: bytes) -> Message:
+    """What a runner said. It stood inside a sandbox: only what an answer may hold is taken from it."""
+    if not text:
+        return {"error": "it was killed"}
+    try:
+        said = json.loads(text)
+        if "ok" in said:
+            return {"ok": said["ok"]}
+        number = {"errno": int(said["errno"])} if "errno" in said else {}
+        return {"error": str(said["error"]), **number}
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return {"error": "its answer makes no sense"}
+
+
+def _die_with(parent: int) -> None:
+    """From now on this process dies when its parent does, and at once if that has happened."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(127)
 
 
 def _reset_signals() -> None:
@@ -508,15 +589,15 @@ def _run(channel: int, box: Box, program: ctypes.Array[ctypes.c_char]) -> None:
         os.dup2(channel, ORDER, inheritable=False)
         _enter(box)
         _call("system call filter", _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0))
-        with socket.socket(fileno=ORDER) as orders:
-            data, fds, _, _ = socket.recv_fds(orders, MESSAGE_BYTES_MAX, FDS_MAX)
-            if data:
-                request = json.loads(data)
-                answer = _ORDERS[request["do"]](request, fds)
-                orders.send(json.dumps(answer).encode())
+        orders = socket.socket(fileno=ORDER)
+        data, fds, _, _ = socket.recv_fds(orders, MESSAGE_BYTES_MAX, FDS_MAX)
+        if data:
+            request = json.loads(data)
+            answer = _ORDERS[request["do"]](request, fds, box)
+            orders.send(json.dumps(answer).encode())
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.write(ORDER, json.dumps({"error": str(error) or repr(error)}).encode()[:ANSWER_BYTES_MAX])
+            os.write(ORDER, json.dumps({"error": (str(error) or repr(error))[:REASON_CHARACTERS]}).encode())
     finally:
         os._exit(127)
 
@@ -526,7 +607,7 @@ def _enter(box: Box) -> None:
     os.setsid()
     file = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     os.write(file, FIRST_TO_GO)
-    kinds = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    kinds = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
     if box.has_user_namespace:
         kinds |= CLONE_NEWUSER
     _call("joining the namespaces", _libc.setns(box.init_fd, kinds))
@@ -535,7 +616,8 @@ def _enter(box: Box) -> None:
         os.dup2(null, stream)
     os.closerange(ORDER + 1, 1 << 16)
     for name, value in box.rlimits.items():
-        resource.setrlimit(RLIMITS[name], (value, value))
+        least = max(value, FILES_MIN) if name == "nofile" else value
+        resource.setrlimit(RLIMITS[name], (least, least))
     for capability in range(CAPABILITIES):
         if not (box.has_user_namespace and capability in KEPT_BY_ROOT) and (
             _prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0
@@ -551,7 +633,7 @@ def _enter(box: Box) -> None:
     os.umask(0o022)
 
 
-def _execute(request: Message, fds: list[int]) -> Message:
+def _execute(request: Message, fds: list[int], box: Box) -> Message:
     """Returns only what kept the program from being executed; that is the caller's doing, not a failure of ours."""
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
     os.closerange(ORDER + 1, 64)
@@ -560,16 +642,18 @@ def _execute(request: Message, fds: list[int]) -> Message:
     try:
         os.chdir(request["cwd"])
     except OSError as error:
-        return {"errno": error.errno, "error": f"cwd {request['cwd']}: {error.strerror}"}
+        return {"errno": error.errno, "error": f"cwd {request['cwd'][:REASON_CHARACTERS]}: {error.strerror}"}
     try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (box.rlimits["nofile"], box.rlimits["nofile"]))
         os.execvpe(request["argv"][0], request["argv"], request["env"])
     except OSError as error:
-        return {"errno": error.errno, "error": f"{request['argv'][0]}: {error.strerror}"}
+        return {"errno": error.errno, "error": f"{request['argv'][0][:REASON_CHARACTERS]}: {error.strerror}"}
 
 
-def _do_file_work(request: Message, fds: list[int]) -> Message:
+def _do_file_work(request: Message, fds: list[int], box: Box) -> Message:
     """Done by a process that stands where a program of the sandbox would: a path that leads out of the sandbox for a
     program leads nowhere for it either. Data goes through the descriptor that came along."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a reader that has had enough is no reason to die without a word
     if fds:
         os.dup2(fds[0], 0)
         os.close(fds[0])
@@ -577,9 +661,13 @@ def _do_file_work(request: Message, fds: list[int]) -> Message:
         return {"ok": _FILE_WORK[request["what"]](request)}
     except OSError as error:
         return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
+    except RecursionError:
+        return {"errno": errno.ENAMETOOLONG, "error": "is nested too deeply"}
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        return {"errno": errno.EIO, "error": str(error)[:REASON_CHARACTERS]}
 
 
-_ORDERS: dict[str, Callable[[Message, list[int]], Message]] = {"exec": _execute, "file": _do_file_work}
+_ORDERS: dict[str, Callable[[Message, list[int], Box], Message]] = {"exec": _execute, "file": _do_file_work}
 
 
 # ---- file work ----------------------------------------------------------------------------------------------------
@@ -609,7 +697,7 @@ def _write(request: Message) -> int:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    beside = f"{path}.{os.getpid()}.part"
+    beside = os.path.join(os.path.dirname(path), f".tangram-{os.getpid()}.part")
     written = 0
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, request["mode"]), "wb", buffering=0) as file:
@@ -669,18 +757,18 @@ def _delete(request: Message) -> None:
 
 def _pack(request: Message) -> None:
     """A file or a tree into the pipe, as a tar. Its names start with that of the file or directory."""
-    import tarfile
-
     path = request["path"].rstrip("/") or "/"
     os.lstat(path)
+    name = os.path.basename(path)
+    if name in ("", ".", ".."):  # a directory, under the name that it really has
+        path = os.path.realpath(path)
+        name = os.path.basename(path) or "root"
     with open(0, "wb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        tar.add(path, arcname=os.path.basename(path) or ".")
+        tar.add(path, arcname=name)
 
 
 def _unpack(request: Message) -> None:
     """A tar from the pipe below a directory. It is the caller's own; where its names lead is the sandbox's business."""
-    import tarfile
-
     os.makedirs(request["path"], exist_ok=True)
     with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
         tar.extractall(request["path"])
@@ -700,6 +788,7 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "open": Spawner._open,
     "close": Spawner._close,
     "copy": Spawner._copy,
+    "abandon": Spawner._abandon,
 }
 
 

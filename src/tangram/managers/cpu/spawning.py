@@ -34,12 +34,23 @@ class ExecFailed(Exception):
 
 
 class Program:
-    """A program that was executed in a sandbox."""
+    """A program on its way in a sandbox."""
 
-    def __init__(self, pid: int, exited: asyncio.Future[tuple[int, int]]) -> None:
+    def __init__(self, number: int, pid: int, ended: asyncio.Future[Message]) -> None:
+        self.number = number
         self.pid = pid
-        self.exited = exited
-        """The exit code, negative for a signal, and the most memory of one of its processes in bytes."""
+        self._ended = ended
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    async def exit_code(self) -> int:
+        """Negative for a signal. Raises ExecFailed if it could not be executed, ManagerError if the spawner is gone."""
+        return int((await self.end())["code"])
+
+    async def end(self) -> Message:
+        return _checked(await asyncio.shield(self._ended))
 
 
 class Spawning:
@@ -52,7 +63,7 @@ class Spawning:
         """Told why the spawner itself is gone, which no one asked for."""
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Message]] = {}
-        self._exits: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._exits: dict[int, asyncio.Future[Message]] = {}
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -97,21 +108,29 @@ class Spawning:
         self, box: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
         targets: tuple[int, ...] = (0, 1, 2),
     ) -> Program:  # fmt: skip
-        """Returns when the program has been executed. Raises ExecFailed if that cannot be."""
-        number = self._next()
-        exited: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        self._exits[number] = exited
+        """Returns when the program is in its groups and about to be executed."""
+        order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets}
+        return await self._give(box, groups, order, fds)
+
+    async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
+        """Raises ExecFailed for what the sandbox refused."""
+        program = await self._give(box, groups, {"do": "file", "what": what, **fields}, fds)
         try:
-            order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets}
-            reply = await self._ask(number, {"do": "exec", "box": box, "groups": groups}, order, fds)
+            return (await program.end())["ok"]
+        except asyncio.CancelledError:
+            self._abandon(program.number)
+            raise
+
+    async def _give(self, box: str, groups: list[str], order: Message, fds: list[int]) -> Program:
+        number = self._next()
+        ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._exits[number] = ended
+        try:
+            reply = await self._ask(number, {"do": order["do"], "box": box, "groups": groups}, order, fds)
         except BaseException:
             self._exits.pop(number, None)
             raise
-        return Program(int(reply["pid"]), exited)
-
-    async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
-        order = {"do": "file", "what": what, **fields}
-        return (await self._ask(self._next(), {"do": "file", "box": box, "groups": groups}, order, fds))["ok"]
+        return Program(number, int(reply["pid"]), ended)
 
     async def request(self, do: str, **fields: Any) -> Message:
         """Something for the spawner itself."""
@@ -124,8 +143,7 @@ class Spawning:
     async def _ask(
         self, number: int, request: Message, order: Message | None = None, fds: list[int] | None = None
     ) -> Message:
-        """`order`: for a process inside a sandbox, to which the spawner hands it on. Raises ExecFailed for what the
-        sandbox refused, ManagerError for what went wrong on our side."""
+        """`order`: for a process inside a sandbox, to which the spawner hands it on."""
         if self._socket is None:
             raise ManagerError("the spawner is gone")
         data = json.dumps({"id": number, **request}).encode()
@@ -139,13 +157,20 @@ class Spawning:
         try:
             await self._send(data, fds or [])
             reply = await waiting
+        except asyncio.CancelledError:
+            if order is not None:
+                self._abandon(number)
+            raise
         finally:
             self._waiting.pop(number, None)
-        if "errno" in reply:
-            raise ExecFailed(int(reply["errno"]), str(reply["error"]))
-        if "error" in reply:
-            raise ManagerError(str(reply["error"]))
-        return reply
+        return _checked(reply)
+
+    def _abandon(self, number: int) -> None:
+        """Nobody waits for this order any more: whoever carries it out is killed."""
+        if self._socket is not None:
+            message = {"id": self._next(), "do": "abandon", "order": number}
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps(message).encode())
 
     async def _send(self, data: bytes, fds: list[int]) -> None:
         while True:
@@ -179,9 +204,9 @@ class Spawning:
         if "gone" in message:
             self._on_gone(message["gone"], message["code"])
         elif "exit" in message:
-            exited = self._exits.pop(message["exit"], None)
-            if exited is not None and not exited.done():
-                exited.set_result((message["code"], message["rss_bytes"]))
+            ended = self._exits.pop(message["exit"], None)
+            if ended is not None and not ended.done():
+                ended.set_result(message)
         else:
             waiting = self._waiting.get(message["id"])
             if waiting is not None and not waiting.done():
@@ -203,8 +228,16 @@ class Spawning:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ManagerError(why))
-        for exited in self._exits.values():
-            if not exited.done():
-                exited.set_exception(ManagerError(why))
-                exited.exception()  # taken note of: whoever waited may have gone
+        for ended in self._exits.values():
+            if not ended.done():
+                ended.set_exception(ManagerError(why))
+                ended.exception()  # taken note of: whoever waited may have gone
         self._exits.clear()
+
+
+def _checked(reply: Message) -> Message:
+    if "errno" in reply:
+        raise ExecFailed(int(reply["errno"]), str(reply["error"]))
+    if "error" in reply:
+        raise ManagerError(str(reply["error"]))
+    return reply

@@ -12,6 +12,7 @@ import os
 
 from tangram.managers.base import Output
 from tangram.managers.capture import Capture
+from tangram.managers.cpu.images import SANDBOX_UID
 
 READ_BYTES = 1 << 16
 """At a time: what a pipe holds."""
@@ -27,6 +28,7 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._fd, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
+        os.fchown(self.writer, SANDBOX_UID, SANDBOX_UID)  # a program may open it again, as /dev/stdout
         self._capture: Capture | None = None
         self._output: Output | None = None
         self._loop.add_reader(self._fd, self._on_readable)

@@ -1,0 +1,290 @@
+"""Archives: images as other programs write them.
+
+Owns what is known of the formats: what `docker save` writes, old and new, and the image layout of the OCI, in a tar or
+in a directory. Reads the small descriptions and says where each layer lies; never unpacks one, never writes. Promises
+InvalidConfig for whatever is not as the formats want it, and that every description whose digest is known has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import posixpath
+import re
+import stat
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
+from tangram.managers.work import WORKSPACE, require_environment, require_text
+
+DESCRIPTION_BYTES_MAX = 4 << 20
+"""Of one JSON file of an archive: the most that registries take."""
+INDEX_DEPTH_MAX = 4
+"""Of indexes that name indexes."""
+ARCHITECTURES = {
+    "x86_64": "amd64",
+    "aarch64": "arm64",
+    "armv7l": "arm",
+    "i686": "386",
+    "ppc64le": "ppc64le",
+    "s390x": "s390x",
+    "riscv64": "riscv64",
+}
+"""What images call a machine, by what the machine calls itself."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_T = TypeVar("_T")
+
+
+# ---- what the descriptions say --------------------------------------------------------------------------------------
+
+
+class _Platform(msgspec.Struct, frozen=True):
+    architecture: str = ""
+    os: str = ""
+
+
+class _Descriptor(msgspec.Struct, frozen=True):
+    digest: str
+    media_type: str = msgspec.field(name="mediaType", default="")
+    platform: _Platform | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Index(msgspec.Struct, frozen=True):
+    manifests: list[_Descriptor]
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    config: _Descriptor
+    layers: list[_Descriptor]
+
+
+class _Saved(msgspec.Struct, frozen=True, rename="pascal"):
+    """One image in the manifest.json of `docker save`."""
+
+    config: str
+    layers: list[str]
+    repo_tags: list[str] | None = None
+
+
+class _Runs(msgspec.Struct, frozen=True, rename="pascal"):
+    env: list[str] | None = None
+    working_dir: str | None = None
+
+
+class _RootFs(msgspec.Struct, frozen=True):
+    diff_ids: list[str]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    rootfs: _RootFs
+    architecture: str = ""
+    os: str = ""
+    config: _Runs | None = None
+
+
+# ---- where things lie -----------------------------------------------------------------------------------------------
+
+
+class Blob(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of an open file."""
+
+    fd: int
+    offset: int
+    size: int
+
+
+class ArchivedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    diff_id: str
+    """The SHA-256 of its plain tar, hexadecimal."""
+    digest: str
+    """... of its bytes as they lie in the archive; empty: the format does not say."""
+    blob: Blob
+
+
+class ArchivedImage(msgspec.Struct, frozen=True, kw_only=True):
+    tag: str
+    """What the archive calls it; may be empty."""
+    env: dict[str, str]
+    cwd: str
+    layers: tuple[ArchivedLayer, ...]
+    """The lowest first."""
+
+
+class Archive:
+    """Files by name, of a tar that was indexed or of a directory. Descriptors that it opened are closed with it."""
+
+    def __init__(self, path: Path, *, fd: int = -1, at: dict[str, tuple[int, int]] | None = None) -> None:
+        """`at`: offset and size by name in the tar `fd`. Without: the directory `path`."""
+        self.path = path
+        self._fd = fd
+        self._at = at
+        self._opened: list[int] = []
+
+    def find(self, name: str) -> Blob | None:
+        if self._at is not None:
+            if name not in self._at:
+                return None
+            offset, size = self._at[name]
+            return Blob(fd=self._fd, offset=offset, size=size)
+        try:
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        self._opened.append(fd)
+        found = os.fstat(fd)
+        return Blob(fd=fd, offset=0, size=found.st_size) if stat.S_ISREG(found.st_mode) else None
+
+    def close(self) -> None:
+        while self._opened:
+            os.close(self._opened.pop())
+
+    # ---- reading ----
+
+    def read_image(self, *, layers_max: int) -> ArchivedImage:
+        index = self.find("index.json")
+        if index is not None:
+            return self._read_layout(index, layers_max)
+        if self._at is None:
+            raise self._invalid("there is no index.json in the directory; a root directory is added as such")
+        saved = self.find("manifest.json")
+        if saved is not None:
+            return self._read_saved(saved, layers_max)
+        raise self._invalid("there is neither an index.json nor a manifest.json in it")
+
+    def _read_layout(self, blob: Blob, layers_max: int) -> ArchivedImage:
+        descriptor = self._choose(self._decode("index.json", self._bytes("index.json", blob), _Index))
+        manifest = self._decode_digest(descriptor.digest, _Manifest)
+        if len(manifest.layers) > layers_max:
+            raise too_many_layers(str(self.path), len(manifest.layers), layers_max)
+        found = []
+        for layer in manifest.layers:
+            hexdigest = self._hexdigest(layer.digest)
+            found.append((hexdigest, self._need(f"blobs/sha256/{hexdigest}")))
+        config = self._decode_digest(manifest.config.digest, _Config)
+        tags = self._saved_tags() or _annotated_tags(descriptor)
+        return self._image(config, found, tags)
+
+    def _read_saved(self, blob: Blob, layers_max: int) -> ArchivedImage:
+        images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_Saved])
+        if len(images) != 1:
+            raise self._invalid(f"it holds {len(images)} images; save one at a time")
+        saved = images[0]
+        if len(saved.layers) > layers_max:
+            raise too_many_layers(str(self.path), len(saved.layers), layers_max)
+        content = self._bytes(saved.config, self._need(saved.config))
+        named = posixpath.basename(saved.config).removesuffix(".json")
+        if _SHA256.fullmatch(named):
+            self._verify(saved.config, content, named)
+        config = self._decode(saved.config, content, _Config)
+        found = [("", self._need(name)) for name in saved.layers]
+        return self._image(config, found, saved.repo_tags or [])
+
+    def _saved_tags(self) -> list[str]:
+        """What `docker save` says in its own file about an image that it also describes as a layout."""
+        blob = self.find("manifest.json")
+        if blob is None:
+            return []
+        images = self._decode("manifest.json", self._bytes("manifest.json", blob), list[_Saved])
+        return (images[0].repo_tags or []) if len(images) == 1 else []
+
+    def _choose(self, index: _Index, depth: int = 0) -> _Descriptor:
+        """The manifest for this machine."""
+        wanted = (ARCHITECTURES.get(platform.machine(), platform.machine()), "linux")
+        fitting = [
+            each
+            for each in index.manifests
+            if each.platform is None or (each.platform.architecture, each.platform.os) == wanted
+        ]
+        if len(fitting) != 1:
+            there = ", ".join(
+                f"{each.platform.os}/{each.platform.architecture}" if each.platform else "one of any platform"
+                for each in index.manifests
+            )
+            raise self._invalid(f"it should hold one image for linux/{wanted[0]}, and holds: {there[:300] or 'none'}")
+        chosen = fitting[0]
+        if not chosen.media_type.endswith(("image.index.v1+json", "manifest.list.v2+json")):
+            return chosen
+        if depth == INDEX_DEPTH_MAX:
+            raise self._invalid(f"its indexes are nested more than {INDEX_DEPTH_MAX} deep")
+        inner = self._choose(self._decode_digest(chosen.digest, _Index), depth + 1)
+        # The name stands at the outermost, the architecture at the innermost.
+        annotations = {**(inner.annotations or {}), **(chosen.annotations or {})}
+        return msgspec.structs.replace(inner, annotations=annotations)
+
+    def _image(self, config: _Config, found: list[tuple[str, Blob]], tags: list[str]) -> ArchivedImage:
+        architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
+        if config.architecture not in ("", architecture) or config.os not in ("", "linux"):
+            raise self._invalid(f"it is for {config.os}/{config.architecture}; this machine is linux/{architecture}")
+        diff_ids = config.rootfs.diff_ids
+        if len(diff_ids) != len(found) or not found:
+            raise self._invalid(f"its config names {len(diff_ids)} layers and its manifest {len(found)}")
+        layers = [
+            ArchivedLayer(diff_id=self._hexdigest(diff_id), digest=digest, blob=blob)
+            for diff_id, (digest, blob) in zip(diff_ids, found, strict=True)
+        ]
+        runs = config.config or _Runs()
+        env = dict(line.partition("=")[::2] for line in runs.env or [])
+        try:
+            require_environment("Env", env)
+            require_text("WorkingDir", runs.working_dir or "")
+        except InvalidAction as error:
+            raise self._invalid(f"its config is not usable: {error}") from None
+        cwd = posixpath.normpath(posixpath.join("/", runs.working_dir)) if runs.working_dir else WORKSPACE
+        return ArchivedImage(tag=tags[0] if tags else "", env=env, cwd=cwd, layers=tuple(layers))
+
+    # ---- descriptions ----
+
+    def _need(self, name: str) -> Blob:
+        blob = self.find(name if self._at is None else posixpath.normpath(name))
+        if blob is None:
+            raise self._invalid(f"{name[:200]} is not in it")
+        return blob
+
+    def _bytes(self, name: str, blob: Blob) -> bytes:
+        if blob.size > DESCRIPTION_BYTES_MAX:
+            raise self._invalid(f"{name[:200]} is longer than {DESCRIPTION_BYTES_MAX} bytes")
+        return os.pread(blob.fd, blob.size, blob.offset)
+
+    def _decode(self, name: str, content: bytes, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise self._invalid(f"{name[:200]} cannot be understood: {error}") from None
+
+    def _decode_digest(self, digest: str, kind: type[_T]) -> _T:
+        hexdigest = self._hexdigest(digest)
+        name = f"blobs/sha256/{hexdigest}"
+        content = self._bytes(name, self._need(name))
+        self._verify(name, content, hexdigest)
+        return self._decode(name, content, kind)
+
+    def _hexdigest(self, digest: str) -> str:
+        algorithm, _, hexdigest = digest.partition(":")
+        if algorithm != "sha256" or not _SHA256.fullmatch(hexdigest):
+            raise self._invalid(f"{digest[:200]!r} is not a SHA-256 digest")
+        return hexdigest
+
+    def _verify(self, name: str, content: bytes, hexdigest: str) -> None:
+        found = hashlib.sha256(content).hexdigest()
+        if found != hexdigest:
+            raise self._invalid(f"the digest of {name[:200]} should be sha256:{hexdigest} and is sha256:{found}")
+
+    def _invalid(self, reason: str) -> InvalidConfig:
+        return InvalidConfig("image", str(self.path), f"an image as `docker save` or an OCI tool writes it ({reason})")
+
+
+def too_many_layers(image: str, layers: int, layers_max: int) -> AdmissionRefused:
+    reason = f"image {image} has {layers} layers; the kernel mounts at most {layers_max} here: squash some of them"
+    return AdmissionRefused("layers_max", reason)
+
+
+def _annotated_tags(descriptor: _Descriptor) -> list[str]:
+    annotations = descriptor.annotations or {}
+    names = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
+    return [annotations[name] for name in names if annotations.get(name)]

@@ -1,0 +1,351 @@
+"""The filter of system calls that programs in sandboxes run under.
+
+Owns the list of what is refused, and turns it into the program that the kernel runs before each system call. Installs
+nothing itself. Promises that the same machine always gets the same bytes.
+
+What it protects. A sandbox is walled in by namespaces, control groups and an unprivileged user; the kernel behind the
+wall is shared. The filter takes away what no program of an agent needs and what past escapes were made of: mounting
+and changing the root, namespaces of its own (in which an unprivileged user has capabilities), modules and kexec,
+clocks, key rings, BPF, performance counters, userfaultfd, io_uring, file handles (which lead past a mount), typing into
+the terminal of somebody else, and all socket families but Unix, IP and the routing part of netlink. A system call that
+is newer than this list is unknown to programs in a sandbox, whatever the kernel knows.
+
+What it does not protect. It allows by default: a bug of the kernel behind an allowed call stays within reach. It sees
+numbers, never memory: not what a path says or where an address leads. It stops no side channel and nothing that eats
+resources. Debugging (ptrace, process_vm_*) stays: the process namespace of the sandbox bounds whom it reaches. Who may
+not trust one kernel with two tenants needs a virtual machine.
+
+The list was compared with those of Docker and Flatpak. Docker lists what is allowed instead, and lets through
+name_to_handle_at, modify_ldt, adjtimex and most socket families; Flatpak lets clone make all namespaces but one.
+
+Refused calls fail with EPERM. Where programs have another way and take it, they are told what a kernel without the
+call would say: ENOSYS for clone3, whose flags lie in memory (the C library goes on to clone), for io_uring and for the
+unknown; EAFNOSUPPORT for a socket. Programs that make namespaces of their own (a browser's sandbox, bubblewrap) must
+be told not to. A 32-bit program on x86 cannot open sockets: its way of asking hides the family in memory. The other
+32-bit ways in, x32 and ARM, are closed.
+
+Every start of a program pays for the filter: the kernel (since 5.11) tries it with each number to learn which calls
+are always allowed, and never runs it again for those. So numbers are looked up in a tree whose paths are shortest
+where the numbers are many.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import struct
+from collections.abc import Callable
+
+from tangram.errors import ManagerError
+
+X86_64, I386, AARCH64 = 0xC000003E, 0x40000003, 0xC00000B7
+"""AUDIT_ARCH_*: how the kernel names the ways in."""
+
+ARCHITECTURES = {"x86_64": (X86_64, I386), "aarch64": (AARCH64,)}
+"""By machine: the ways in that stay open. Whoever takes another is killed."""
+
+NEWEST = 469
+"""file_setattr, of Linux 6.17: the last number that was looked at. Above it also lie the numbers of x32."""
+
+_COLUMNS = (X86_64, I386, AARCH64)
+_NONE = -1
+"""The architecture has no such call."""
+
+REFUSED: dict[str, tuple[int, int, int]] = {
+    # The tree of files.
+    "mount": (165, 21, 40),
+    "umount": (_NONE, 22, _NONE),
+    "umount2": (166, 52, 39),
+    "pivot_root": (155, 217, 41),
+    "chroot": (161, 61, 51),
+    "open_tree": (428, 428, 428),
+    "move_mount": (429, 429, 429),
+    "fsopen": (430, 430, 430),
+    "fsconfig": (431, 431, 431),
+    "fsmount": (432, 432, 432),
+    "fspick": (433, 433, 433),
+    "mount_setattr": (442, 442, 442),
+    "open_tree_attr": (467, 467, 467),
+    "name_to_handle_at": (303, 341, 264),
+    "open_by_handle_at": (304, 342, 265),
+    "fanotify_init": (300, 338, 262),
+    "quotactl": (179, 131, 60),
+    "quotactl_fd": (443, 443, 443),
+    "swapon": (167, 87, 224),
+    "swapoff": (168, 115, 225),
+    "nfsservctl": (180, 169, 42),
+    "sysfs": (139, 135, _NONE),
+    "uselib": (134, 86, _NONE),
+    # The machine.
+    "reboot": (169, 88, 142),
+    "kexec_load": (246, 283, 104),
+    "kexec_file_load": (320, _NONE, 294),
+    "create_module": (174, 127, _NONE),
+    "init_module": (175, 128, 105),
+    "finit_module": (313, 350, 273),
+    "delete_module": (176, 129, 106),
+    "get_kernel_syms": (177, 130, _NONE),
+    "query_module": (178, 167, _NONE),
+    "syslog": (103, 103, 116),
+    "_sysctl": (156, 149, _NONE),
+    "acct": (163, 51, 89),
+    "iopl": (172, 110, _NONE),
+    "ioperm": (173, 101, _NONE),
+    "vm86": (_NONE, 166, _NONE),
+    "vm86old": (_NONE, 113, _NONE),
+    "modify_ldt": (154, 123, _NONE),
+    "settimeofday": (164, 79, 170),
+    "stime": (_NONE, 25, _NONE),
+    "clock_settime": (227, 264, 112),
+    "clock_settime64": (_NONE, 404, _NONE),
+    "clock_adjtime": (305, 343, 266),
+    "clock_adjtime64": (_NONE, 405, _NONE),
+    "adjtimex": (159, 124, 171),
+    # The inside of the kernel.
+    "bpf": (321, 357, 280),
+    "perf_event_open": (298, 336, 241),
+    "lookup_dcookie": (212, 253, 18),
+    "userfaultfd": (323, 374, 282),
+    "add_key": (248, 286, 217),
+    "request_key": (249, 287, 218),
+    "keyctl": (250, 288, 219),
+    "setns": (308, 346, 268),
+}
+"""EPERM, whatever the arguments. Numbers are for ever: the kernel never gives one a second meaning."""
+
+UNKNOWN: dict[str, tuple[int, int, int]] = {
+    "io_uring_setup": (425, 425, 425),
+    "io_uring_enter": (426, 426, 426),
+    "io_uring_register": (427, 427, 427),
+    "clone3": (435, 435, 435),
+}
+"""ENOSYS."""
+
+CHECKED: dict[str, tuple[int, int, int]] = {
+    "clone": (56, 120, 220),
+    "unshare": (272, 310, 97),
+    "personality": (135, 136, 92),
+    "ioctl": (16, 54, 29),
+    "socket": (41, 359, 198),
+    "socketpair": (53, 360, 199),
+    "socketcall": (_NONE, 102, _NONE),
+}
+"""Refused or not by their arguments. Of each the lower half is looked at, as the kernel does: bits above it that the
+kernel drops would make a forbidden value look like another."""
+
+NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+NAMESPACE_TIME = 0x80
+"""CLONE_NEWTIME; for clone these bits mean a signal."""
+PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)
+"""The usual one, ADDR_NO_RANDOMIZE (debuggers set it), and the question which one it is."""
+TERMINAL_INPUT = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX put words into the mouth of whoever sits at the terminal."""
+FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET and AF_INET6."""
+NETLINK, NETLINK_ROUTE = 16, 0
+SOCKETCALLS = (1, 8)
+"""SYS_SOCKET and SYS_SOCKETPAIR of i386."""
+
+# ---- instructions -------------------------------------------------------------------------------------------------
+
+LOAD, RETURN, JUMP = 0x20, 0x06, 0x05
+IF_EQUAL, IF_AT_LEAST, IF_ANY_BIT = 0x15, 0x35, 0x45
+"""Classic BPF, as in linux/filter.h."""
+OFFSET_NUMBER, OFFSET_ARCHITECTURE, OFFSET_ARGUMENTS = 0, 4, 16
+"""In struct seccomp_data; arguments have 8 bytes each, on little-endian machines the lower half first."""
+JUMP_MAX = 255
+INSTRUCTIONS_MAX = 4096
+
+ALLOW, KILL = "allow", "kill"
+NOT_PERMITTED, NO_SUCH_CALL, NO_SUCH_FAMILY = "not permitted", "no such call", "no such family"
+_RETURN_ERRNO = 0x00050000
+VERDICTS = {
+    ALLOW: 0x7FFF0000,
+    KILL: 0x80000000,
+    NOT_PERMITTED: _RETURN_ERRNO | errno.EPERM,
+    NO_SUCH_CALL: _RETURN_ERRNO | errno.ENOSYS,
+    NO_SUCH_FAMILY: _RETURN_ERRNO | errno.EAFNOSUPPORT,
+}
+"""What an instruction RETURN says, by label."""
+
+
+class _Program:
+    """Instructions whose jumps name labels. All jumps go forward."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[int, int, str, str]] = []
+        self._places: dict[str, int] = {}
+
+    def label(self, name: str) -> None:
+        assert name not in self._places, name
+        self._places[name] = len(self._lines)
+
+    def load(self, offset: int) -> None:
+        self._lines.append((LOAD, offset, "", ""))
+
+    def test(self, code: int, value: int, then: str, otherwise: str = "") -> None:
+        """Go to one of two labels; an empty one is the next instruction."""
+        self._lines.append((code, value, then, otherwise))
+
+    def any_of(self, values: tuple[int, ...], then: str, otherwise: str) -> None:
+        for value in values[:-1]:
+            self.test(IF_EQUAL, value, then)
+        self.test(IF_EQUAL, values[-1], then, otherwise)
+
+    def verdicts(self, section: str) -> None:
+        """Once per section, so that every jump of it reaches them."""
+        for name, value in VERDICTS.items():
+            self.label(section + name)
+            self._lines.append((RETURN, value, "", ""))
+
+    def assembled(self) -> bytes:
+        assert len(self._lines) <= INSTRUCTIONS_MAX
+        return b"".join(self._instruction(at, *line) for at, line in enumerate(self._lines))
+
+    def _instruction(self, at: int, code: int, value: int, then: str, otherwise: str) -> bytes:
+        if code == JUMP:
+            return struct.pack("=HBBI", code, 0, 0, self._places[then] - at - 1)
+        jumps = [self._places[name] - at - 1 if name else 0 for name in (then, otherwise)]
+        assert all(0 <= jump <= JUMP_MAX for jump in jumps), (at, then, otherwise)
+        return struct.pack("=HBBI", code, *jumps, value)
+
+
+# ---- the tree of numbers ------------------------------------------------------------------------------------------
+
+Segment = tuple[int, str]
+"""The first of the numbers that share a label, and the label."""
+
+
+def _segments(label_by_number: dict[int, str]) -> list[Segment]:
+    """The line of numbers, cut where the label changes."""
+    found: list[Segment] = []
+    for number in range(NEWEST + 1):
+        label = label_by_number.get(number, ALLOW)
+        if not found or found[-1][1] != label:
+            found.append((number, label))
+    return found
+
+
+def _tree(program: _Program, section: str, segments: list[Segment], end: int) -> None:
+    """Emit the search: each test halves the count of numbers, not of segments."""
+    first, label = segments[0]
+    if len(segments) == 1:
+        program.test(JUMP, 0, section + label)
+        return
+    if len(segments) == 3 and segments[2][1] == label and segments[2][0] == segments[1][0] + 1:
+        program.test(IF_EQUAL, segments[1][0], section + segments[1][1], section + label)
+        return
+    middle = (first + end) / 2
+    cut = min(range(1, len(segments)), key=lambda index: abs(segments[index][0] - middle))
+    left, right = segments[:cut], segments[cut:]
+    right_label = section + right[0][1] if len(right) == 1 else f"{section}from {right[0][0]}"
+    left_label = section + left[0][1] if len(left) == 1 else ""
+    program.test(IF_AT_LEAST, right[0][0], right_label, left_label)
+    if len(left) > 1:
+        _tree(program, section, left, right[0][0])
+    if len(right) > 1:
+        program.label(right_label)
+        _tree(program, section, right, end)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _argument(program: _Program, index: int) -> None:
+    program.load(OFFSET_ARGUMENTS + 8 * index)
+
+
+def _check_clone(program: _Program, section: str) -> None:
+    _argument(program, 0)
+    program.test(IF_ANY_BIT, NAMESPACES, section + NOT_PERMITTED, section + ALLOW)
+
+
+def _check_unshare(program: _Program, section: str) -> None:
+    _argument(program, 0)
+    program.test(IF_ANY_BIT, NAMESPACES | NAMESPACE_TIME, section + NOT_PERMITTED, section + ALLOW)
+
+
+def _check_personality(program: _Program, section: str) -> None:
+    _argument(program, 0)
+    program.any_of(PERSONALITIES, section + ALLOW, section + NOT_PERMITTED)
+
+
+def _check_ioctl(program: _Program, section: str) -> None:
+    _argument(program, 1)
+    program.any_of(TERMINAL_INPUT, section + NOT_PERMITTED, section + ALLOW)
+
+
+def _check_socket(program: _Program, section: str) -> None:
+    netlink = section + "netlink"
+    _argument(program, 0)
+    for family in FAMILIES:
+        program.test(IF_EQUAL, family, section + ALLOW)
+    program.test(IF_EQUAL, NETLINK, netlink, section + NO_SUCH_FAMILY)
+    program.label(netlink)
+    _argument(program, 2)
+    program.test(IF_EQUAL, NETLINK_ROUTE, section + ALLOW, section + NO_SUCH_FAMILY)
+
+
+def _check_socketcall(program: _Program, section: str) -> None:
+    _argument(program, 0)
+    program.any_of(SOCKETCALLS, section + NO_SUCH_FAMILY, section + ALLOW)
+
+
+_CHECKS: dict[str, Callable[[_Program, str], None]] = {
+    "clone": _check_clone,
+    "unshare": _check_unshare,
+    "personality": _check_personality,
+    "ioctl": _check_ioctl,
+    "socket": _check_socket,
+    "socketcall": _check_socketcall,
+}
+_SAME_CHECK = {"socketpair": "socket"}
+
+
+# ---- the filter ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def filter_program(machine: str = "") -> bytes:
+    """The filter for a machine as `uname -m` names it, or for this one: an array of struct sock_filter."""
+    machine = machine or os.uname().machine
+    if machine not in ARCHITECTURES:
+        known = " or ".join(ARCHITECTURES)
+        raise ManagerError(
+            f"there is no filter of system calls for a machine of type {machine!r}, only for {known}: "
+            "run sandboxes on one of those",
+            retry=False,
+        )
+    program = _Program()
+    program.load(OFFSET_ARCHITECTURE)
+    architectures = ARCHITECTURES[machine]
+    for index, architecture in enumerate(architectures):
+        section = f"{architecture:x} "
+        following = f"{architectures[index + 1]:x} start" if index + 1 < len(architectures) else section + KILL
+        program.label(section + "start")
+        program.test(IF_EQUAL, architecture, section + "numbers", section + "other")
+        # A section is longer than a conditional jump.
+        program.label(section + "other")
+        program.test(JUMP, 0, following)
+        program.label(section + "numbers")
+        _section(program, section, _COLUMNS.index(architecture))
+    return program.assembled()
+
+
+def _section(program: _Program, section: str, column: int) -> None:
+    """All that is decided for one architecture."""
+    labels = [(numbers[column], NOT_PERMITTED) for numbers in REFUSED.values()]
+    labels += [(numbers[column], NO_SUCH_CALL) for numbers in UNKNOWN.values()]
+    labels += [(numbers[column], _SAME_CHECK.get(name, name)) for name, numbers in CHECKED.items()]
+    label_by_number = {number: label for number, label in labels if number != _NONE}
+    assert len(label_by_number) == sum(number != _NONE for number, _ in labels), "a number stands twice"
+    program.load(OFFSET_NUMBER)
+    program.test(IF_AT_LEAST, NEWEST + 1, section + NO_SUCH_CALL)
+    _tree(program, section, _segments(label_by_number), NEWEST + 1)
+    for name, check in _CHECKS.items():
+        if name in label_by_number.values():
+            program.label(section + name)
+            check(program, section)
+    program.verdicts(section)

@@ -1,0 +1,251 @@
+"""Skeletons: small layers that are made here rather than unpacked.
+
+Owns what stands around the machine's own /usr when that is an image, and what is put on top of an image so that a
+sandbox can live in it. Never copies what an unprivileged user of this machine may not read, nor anything that is known
+to hold secrets. Promises that equal layers have equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tangram.errors import ManagerError
+from tangram.managers.work import WORKSPACE
+
+LINKS_INTO_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+FROM_ETC = (
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "timezone", "locale.alias"),
+    *("ssl", "ca-certificates", "ca-certificates.conf", "pki/ca-trust", "pki/java", "pki/tls/certs", "crypto-policies"),
+    *(
+        "os-release",
+        "debian_version",
+        "lsb-release",
+        "mtab",
+        "mime.types",
+        "magic",
+        "magic.mime",
+        "inputrc",
+        "terminfo",
+    ),
+    *("host.conf", "gai.conf", "services", "protocols", "rpc", "ethertypes", "networks", "netconfig", "shells"),
+    *(
+        "python3*",
+        "perl",
+        "java*",
+        "R",
+        "maven/m2.conf",
+        "maven/logging",
+        "fonts",
+        "texmf",
+        "ImageMagick-*",
+        "ghostscript",
+        "glvnd",
+        "groff",
+    ),
+)
+"""What programs in /usr look for in /etc. Settings of package managers, shells and version control are left out: they
+may carry passwords in their addresses, and an environment of this machine is not that of a sandbox."""
+SECRET_NAMES = ("private", "Renviron.site", "Rprofile.site")
+SECRET_SUFFIXES = (".key", "-key.pem")
+"""Left out even where everybody may read them."""
+FILE_BYTES_MAX = 16 << 20
+"""Of one file of /etc."""
+
+HOSTS = b"127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
+NSSWITCH = b"passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
+
+
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of a layer: a directory, unless it has a content or a target."""
+
+    path: str
+    mode: int = 0o755
+    content: bytes | None = None
+    target: str | None = None
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What an image has, as layers.py tells it."""
+
+    has_bash: bool
+    kinds: dict[str, str]
+    texts: dict[str, str | None]
+
+
+# ---- what is in them ------------------------------------------------------------------------------------------------
+
+
+def host_skeleton(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) -> list[Node]:
+    """Around the machine's own /usr, which the sandbox binds."""
+    if not (top / "bin").is_symlink() or not (top / "usr/bin/sh").exists():
+        raise ManagerError(
+            "image 'host' needs a machine whose /bin is a link into /usr; add an image of a tar or a directory",
+            retry=False,
+        )
+    links = [
+        Node(name, 0o777, target=f"usr/{name}")
+        for name in LINKS_INTO_USR
+        if (top / name).is_symlink() and os.readlink(top / name).lstrip("/") == f"usr/{name}"
+    ]
+    made = [
+        Node("usr"),
+        *_mount_points(),
+        Node("etc"),
+        *_home(),
+        *_var_tmp(),
+        Node("etc/passwd", 0o644, _ROOT + _passwd_line(user) + _NOBODY),
+        Node("etc/group", 0o644, _ROOT_GROUP + _group_line(user) + b"nogroup:x:65534:\n"),
+        Node("etc/hosts", 0o644, HOSTS),
+        Node("etc/hostname", 0o644, b"sandbox\n"),
+        Node("etc/nsswitch.conf", 0o644, NSSWITCH),
+        *_resolver(etc),
+    ]
+    return [*links, *made, *_from_etc(etc)]
+
+
+def fitting(seen: Seen, user: int, etc: Path = Path("/etc")) -> list[Node]:
+    """On top of an image: the places where a sandbox mounts and writes, its user, and what a network needs. Nothing is
+    put below a link, which would be hidden by it."""
+    nodes = _mount_points()
+    if seen.kinds["home"] != "other":
+        nodes += _home()
+    if seen.kinds["var"] != "other":
+        nodes += _var_tmp()
+    if seen.kinds["etc"] == "other":
+        return nodes
+    nodes.append(Node("etc"))
+    for name, root, line in (
+        ("etc/passwd", _ROOT, _passwd_line(user)),
+        ("etc/group", _ROOT_GROUP, _group_line(user)),
+    ):
+        known = (seen.texts[name] or "").encode(errors="surrogateescape") or root
+        if not any(each.startswith(b"agent:") for each in known.split(b"\n")):
+            nodes.append(Node(name, 0o644, known.rstrip(b"\n") + b"\n" + line))
+    if not seen.texts["etc/hosts"]:
+        nodes.append(Node("etc/hosts", 0o644, HOSTS))
+    if not seen.texts["etc/resolv.conf"]:
+        nodes += _resolver(etc)
+    return nodes
+
+
+_ROOT = b"root:x:0:0:root:/root:/bin/sh\n"
+_ROOT_GROUP = b"root:x:0:\n"
+_NOBODY = b"nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+
+
+def _passwd_line(user: int) -> bytes:
+    return f"agent:x:{user}:{user}:agent:/home/agent:/bin/sh\n".encode()
+
+
+def _group_line(user: int) -> bytes:
+    return f"agent:x:{user}:\n".encode()
+
+
+def _mount_points() -> list[Node]:
+    folders = [Node(name) for name in ("proc", "sys", "dev", "run", WORKSPACE.lstrip("/"))]
+    return [*folders, Node("tmp", 0o1777), Node("root", 0o700)]
+
+
+def _home() -> list[Node]:
+    return [Node("home"), Node("home/agent")]
+
+
+def _var_tmp() -> list[Node]:
+    return [Node("var"), Node("var/tmp", 0o1777)]
+
+
+def _resolver(etc: Path) -> list[Node]:
+    """Used with the network of the machine. Often a link to where a sandbox has nothing."""
+    content = _public_content(etc / "resolv.conf")
+    return [] if content is None else [Node("etc/resolv.conf", 0o644, content)]
+
+
+def _from_etc(etc: Path) -> Iterator[Node]:
+    parents: dict[str, None] = {}
+    for pattern in FROM_ETC:
+        for path in sorted(etc.glob(pattern)):
+            for parent in list(path.relative_to(etc).parents)[-2::-1]:
+                if str(parent) not in parents:
+                    parents[str(parent)] = None
+                    yield Node(f"etc/{parent}")
+            yield from _copied(path, f"etc/{path.relative_to(etc)}")
+
+
+def _copied(path: Path, name: str) -> Iterator[Node]:
+    if path.name in SECRET_NAMES or path.name.endswith(SECRET_SUFFIXES):
+        return
+    try:
+        name.encode()
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            yield from _copied_link(path, name)
+        elif stat.S_ISDIR(mode) and mode & 0o005 == 0o005:
+            yield Node(name)
+            for inner in sorted(path.iterdir()):
+                yield from _copied(inner, f"{name}/{inner.name}")
+        elif stat.S_ISREG(mode):
+            content = _public_content(path)
+            if content is not None:
+                yield Node(name, mode & 0o755, content)
+    except (FileNotFoundError, UnicodeEncodeError):
+        return  # gone meanwhile, or of a name that no program asks for
+
+
+def _copied_link(path: Path, name: str) -> Iterator[Node]:
+    """As it is if a sandbox has its target, else what it leads to."""
+    target = os.readlink(path)
+    target.encode()
+    leads_to = os.path.normpath(path.parent / target)
+    if leads_to.startswith(("/usr/", "/proc/", "/etc/")):
+        yield Node(name, 0o777, target=target)
+    else:
+        content = _public_content(path)
+        if content is not None:
+            yield Node(name, 0o644, content)
+
+
+def _public_content(path: Path) -> bytes | None:
+    """None unless it is a file that everybody may read, and reach."""
+    try:
+        real = path.resolve(strict=True)
+        if not all(parent.stat().st_mode & 0o001 for parent in real.parents) or not real.is_file():
+            return None
+        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, RuntimeError):
+        return None
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or not found.st_mode & 0o004 or found.st_size > FILE_BYTES_MAX:
+            return None
+        return file.read(FILE_BYTES_MAX)
+
+
+# ---- on disk --------------------------------------------------------------------------------------------------------
+
+
+def digest(nodes: list[Node]) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(nodes)).hexdigest()
+
+
+def write(nodes: list[Node], folder: Path, user: int) -> None:
+    """Into an empty directory. Parents come before what is in them."""
+    for node in nodes:
+        path = folder / node.path
+        if node.target is not None:
+            os.symlink(node.target, path)
+        elif node.content is not None:
+            path.write_bytes(node.content)
+        else:
+            path.mkdir()
+        os.lchown(path, user, user)
+        if node.target is None:
+            os.chmod(path, node.mode)
+    os.chmod(folder, 0o755)
+    os.chown(folder, user, user)

@@ -1,0 +1,68 @@
+"""Trees: deleting directories of which nobody knows what is in them, and waiting until they are on disk.
+
+Owns nothing. Promises that nothing outside a tree is touched, whatever links, depths and permissions are in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def remove_tree(path: str | Path) -> None:
+    """Delete a directory with all that is in it, however deep: directories are moved up before they are emptied, so
+    two descriptors and no recursion are enough. Links are deleted, never followed."""
+    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        token = f".lifted-{secrets.token_hex(8)}"
+        lifted = 0
+        found = True
+        while found:
+            found = False
+            with os.scandir(top) as entries:
+                for entry in entries:
+                    found = True
+                    if entry.is_dir(follow_symlinks=False):
+                        lifted = _dissolve(top, entry.name, token, lifted)
+                    else:
+                        os.unlink(entry.name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(path)
+
+
+def _dissolve(top: int, name: str, token: str, lifted: int) -> int:
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    lifted += 1
+                    os.rename(entry.name, f"{token}-{lifted}", src_dir_fd=folder, dst_dir_fd=top)
+                else:
+                    os.unlink(entry.name, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        os.rmdir(name, dir_fd=top)
+    except OSError as error:
+        # A directory that shrinks while it is read may hide an entry; the next round finds it.
+        if error.errno != errno.ENOTEMPTY:
+            raise
+    return lifted
+
+
+def sync_file_system(path: str | Path) -> None:
+    """Until all that was written to the file system of `path` is on its disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(fd) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(fd)

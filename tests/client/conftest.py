@@ -1,0 +1,44 @@
+"""A connection to real sandboxes on this machine, which must leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.client.client import Client, connect
+
+Connected = Callable[[Callable[[Client], Awaitable[None]]], None]
+
+
+def why_not() -> str:
+    """What keeps this machine from running sandboxes; empty if nothing does."""
+    missing = [name for name in ("bwrap", "catatonit", "setpriv") if shutil.which(name) is None]
+    if os.geteuid() != 0:
+        return "sandboxes need root"
+    return f"missing: {', '.join(missing)}" if missing else ""
+
+
+@pytest.fixture
+def connected(tmp_path: Path) -> Callable[..., None]:
+    """Runs `test(client)` on a connection of its own and checks that its owner has left nothing."""
+    reason = why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+    def run(test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            async with connect(state=tmp_path / "state", **options) as client:
+                await test(client)
+
+        asyncio.run(main())
+        assert list((tmp_path / "state" / "owners").iterdir()) == []
+
+    return run

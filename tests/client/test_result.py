@@ -1,0 +1,55 @@
+"""A result says whose fault it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from tangram.client.result import Result, result_of
+from tangram.core.action import Outcome, Status
+from tangram.errors import ActionCancelled, ActionLost, ActionTimedOut, AdmissionRefused, CommandFailed
+from tangram.managers.work import Executed
+
+
+def result(status: Status, exit_code: int | None = None, reason: str = "", **fields: object) -> Result:
+    executed = Executed(exit_code=exit_code, **fields)  # type: ignore[arg-type]
+    return result_of(
+        "make", Outcome(action="a", status=status, reason=reason, waiting_s=1.0, execution_s=2.0), executed
+    )
+
+
+def test_what_went_well_passes_the_check() -> None:
+    found = result(Status.SUCCEEDED, 0, stdout=b"ok\xff")
+    assert found.check() is found
+    assert found.ok and found.stdout == "ok\ufffd" and found.executed.stdout == b"ok\xff"
+    assert found.timing.act_s == 3.0
+
+
+def test_an_exit_code_is_a_result_and_fails_only_the_check() -> None:
+    found = result(Status.SUCCEEDED, 2, stderr=b"no rule to make target")
+    assert not found.ok and found.exit_code == 2
+    with pytest.raises(CommandFailed, match="'make' ended with 2: no rule to make target") as caught:
+        found.check()
+    assert caught.value.result is found
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (Status.TIMED_OUT, ActionTimedOut),
+        (Status.CANCELLED, ActionCancelled),
+        (Status.LOST, ActionLost),
+        (Status.REFUSED, AdmissionRefused),
+    ],
+)
+def test_every_other_end_has_an_exception_of_its_own(status: Status, error: type[Exception]) -> None:
+    with pytest.raises(error, match="'make': because"):
+        result(status, reason="because").check()
+
+
+def test_only_what_came_to_its_end_has_an_exit_code() -> None:
+    assert result(Status.TIMED_OUT, 143).exit_code is None
+
+
+def test_a_command_that_ran_out_of_memory_says_so() -> None:
+    with pytest.raises(CommandFailed, match=r"ended with 137 \(out of memory\)"):
+        result(Status.SUCCEEDED, 137, out_of_memory=True).check()

@@ -1,0 +1,277 @@
+"""The SDK on real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tangram.client.client import Client, connect
+from tangram.client.sync import connect_sync
+from tangram.core.action import Status
+from tangram.errors import (
+    ActionLost,
+    AdmissionRefused,
+    CommandFailed,
+    FileFailed,
+    InvalidAction,
+    InvalidConfig,
+    ManagerError,
+    SessionEnded,
+)
+
+Connected = Callable[..., None]
+
+
+def test_a_command_runs_and_says_where_its_time_went(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB", run="swe", trajectory="t17") as box:
+            await box.write("fix.py", "print('fixed')")
+            result = await box.exec("python3 fix.py {cpus} && nproc", cpus=(1, 2), timeout_s=60, key="tests")
+            assert result.ok, result
+            assert result.stdout.split() == ["fixed", result.stdout.split()[1]]
+            assert result.timing.execution_s > 0.0 and result.timing.waiting_s >= 0.0
+            assert result.usage.cpu_s > 0.0 and result.usage.memory_peak_bytes > 0
+
+    connected(test)
+
+
+def test_every_kind_of_end_is_told_apart(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            assert (await box.exec("exit 3")).exit_code == 3
+            timed_out = await box.exec("echo begun; sleep 60", timeout_s=0.5)
+            assert (timed_out.status, timed_out.exit_code, timed_out.stdout) == (Status.TIMED_OUT, None, "begun\n")
+            refused = await box.exec("true", cpus=1000)
+            assert refused.status is Status.REFUSED and "1000 cores" in refused.reason
+            server = await box.start("sleep 60")
+            assert (await server.stop()).status is Status.CANCELLED
+            with pytest.raises(CommandFailed, match="ended with 1"):
+                (await box.exec("false")).check()
+
+    connected(test)
+
+
+def test_output_is_streamed_as_it_comes(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        seen: list[tuple[str, bytes]] = []
+        first = asyncio.Event()
+
+        def on_output(stream: str, data: bytes) -> None:
+            seen.append((stream, data))
+            first.set()
+
+        async with t.sandbox(memory="128MiB") as box:
+            await box.exec("mkfifo go")
+            task = asyncio.create_task(box.exec("echo one; read line < go; echo two >&2", on_output=on_output))
+            await asyncio.wait_for(first.wait(), 60)
+            assert seen == [("stdout", b"one\n")]
+            await box.exec("echo > go")
+            assert (await task).stderr == "two\n"
+            assert seen[1:] == [("stderr", b"two\n")]
+
+    connected(test)
+
+
+def test_a_session_keeps_its_shell_until_a_timeout_ends_it(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            async with box.session() as shell:
+                await shell.exec("cd /tmp; answer=42; double() { echo $(($1 * 2)); }")
+                assert (await shell.exec("pwd; double $answer")).stdout == "/tmp\n84\n"
+                assert (await shell.exec("false")).exit_code == 1
+                ended = await shell.exec("sleep 60", timeout_s=0.5)
+                assert ended.status is Status.TIMED_OUT and ended.session_ended
+                with pytest.raises(SessionEnded, match="sleep 60"):
+                    await shell.exec("true")
+            async with box.session() as other:
+                assert (await other.exec("echo ${answer:-unset}")).stdout == "unset\n"
+                left = await other.exec("exit 7")
+                assert left.exit_code == 7 and left.session_ended
+
+    connected(test)
+
+
+def test_a_server_stays_up_between_commands(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.write("ticks", "")
+            async with await box.start("while :; do echo tick >> ticks; sleep 0.02; done", cpus=0.5):
+                while len(await box.read("ticks")) < 10:
+                    await box.exec("true")
+            after = await box.read("ticks")
+            await box.exec("sleep 0.1")
+            assert await box.read("ticks") == after
+
+    connected(test)
+
+
+def test_a_group_of_siblings_opens_from_what_one_has_prepared(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.exec("mkdir -p repo && echo base > repo/a && rm -rf /home/agent")
+            image = await box.commit()
+        async with t.sandbox(image=image, memory="128MiB") as one, t.sandbox(image=image, memory="128MiB") as two:
+            await one.exec("echo changed > repo/a")
+            assert (await two.exec("cat repo/a; ls -d /home/agent")).stdout == "base\n"
+        await t.forget(image)
+        with pytest.raises(InvalidAction, match=image.name):
+            async with t.sandbox(image=image):
+                pass
+
+    connected(test)
+
+
+def test_set_up_is_run_once_and_kept_for_other_processes(connected: Connected) -> None:
+    names = []
+
+    async def test(t: Client) -> None:
+        made = await t.gather(*(t.image(setup=["date +%N > stamp", "echo done"]) for _ in range(3)))
+        assert len({image.name for image in made}) == 1
+        async with t.sandbox(image=made[0], memory="128MiB") as box:
+            names.append((await box.read_text("stamp")).strip())
+        with pytest.raises(CommandFailed, match="ended with 9"):
+            await t.image(setup=["exit 9"])
+
+    connected(test)
+    connected(test)
+    assert len(set(names)) == 1
+
+
+def test_files_go_up_and_down(connected: Connected, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    source.mkdir()
+    (source / "a.txt").write_text("hello")
+
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.upload(source)
+            assert (await box.exec("cat src/a.txt; echo more > src/b.txt")).stdout == "hello"
+            place = await box.download("src", tmp_path / "back")
+            assert sorted(path.name for path in place.iterdir()) == ["a.txt", "b.txt"]
+            await box.delete("src")
+            with pytest.raises(FileFailed, match="No such file"):
+                await box.read("src/a.txt")
+            await box.write("four", b"1234")
+            with pytest.raises(FileFailed, match="at most 3"):
+                await box.read("four", bytes_max=3)
+
+    connected(test)
+
+
+def test_a_sandbox_that_is_too_large_is_refused_with_the_limit(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        with pytest.raises(AdmissionRefused, match="asks for 67108864 MiB"):
+            async with t.sandbox(memory="64TiB"):
+                pass
+        with pytest.raises(InvalidAction, match="image"):
+            async with t.sandbox(image="nosuch"):
+                pass
+
+    connected(test)
+
+
+def test_what_is_used_after_closing_is_said_to_be_closed(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            pass
+        assert (await box.exec("true")).status is Status.REFUSED
+        with pytest.raises(ManagerError, match="closed, or never opened"):
+            await box.read("x")
+
+    connected(test)
+
+
+def test_an_exception_of_the_caller_comes_out_as_it_is(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.start("sleep 60")
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        connected(test)
+
+
+def test_gather_raises_what_one_raised_and_cancels_the_others(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+
+            async def fails() -> None:
+                await box.exec("true")
+                raise ValueError("no")
+
+            with pytest.raises(ValueError, match="no"):
+                await t.gather(fails(), box.exec("sleep 60"))
+            assert (await box.exec("pgrep sleep")).exit_code == 1
+
+    connected(test)
+
+
+def test_warm_sandboxes_are_made_ahead_as_actions(connected: Connected, tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        for _ in range(3):
+            async with t.sandbox(memory="128MiB") as box:
+                assert (await box.exec("ls -A /work | wc -l; touch seen")).stdout == "0\n"
+
+    connected(test, warm=1, record=tmp_path / "trace.jsonl")
+    submitted = [
+        line["message"]["action"]["kind"]
+        for line in map(json.loads, (tmp_path / "trace.jsonl").read_text().splitlines()[1:])
+        if line["message"]["type"] == "Submit"
+    ]
+    assert submitted.count("prepare") == 3 and submitted.count("open") == 3 and submitted.count("close") == 3
+
+
+def test_root_inside_is_nobody_outside(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB", user="root") as box:
+            shown = (
+                await box.exec("id -u; touch /etc/mine && stat -c %u /etc/mine; cat /proc/self/uid_map")
+            ).stdout.split()
+            assert shown[:2] == ["0", "0"]
+            assert shown[2:4] != ["0", "0"]
+
+    connected(test)
+
+
+def test_a_sandbox_whose_first_process_is_killed_is_lost_and_others_live(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box, t.sandbox(memory="128MiB") as other:
+            manager = t._transport.orchestrator.any_manager  # type: ignore[attr-defined]
+            init = manager._sandboxes[box.name].init
+            running = asyncio.create_task(box.exec("sleep 60"))
+            while not (await other.exec("true")).ok or manager._sandboxes[box.name].group.processes()[2:] == []:
+                pass
+            os.kill(init, 9)
+            assert (await running).status is Status.LOST
+            later = await box.exec("true")
+            assert later.status is Status.LOST and "gone" in later.reason
+            with pytest.raises(ActionLost):
+                later.check()
+            assert (await other.exec("echo alive")).stdout == "alive\n"
+
+    connected(test)
+
+
+def test_the_same_without_await(tmp_path: Path, connected: Connected) -> None:
+    with connect_sync(state=tmp_path / "state") as t, t.sandbox(memory="128MiB") as box:
+        box.write("a", "1")
+        assert box.exec("cat a").stdout == "1"
+        with box.session() as shell:
+            shell.exec("x=2")
+            assert shell.exec("echo $x").stdout == "2\n"
+        assert box.start("sleep 60").stop().status is Status.CANCELLED
+        assert [entry.name for entry in box.list(".")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "nosuch"}, {"url": "http://x"}, {"warm": -1}, {"warm": 1, "backend": "process"}, {"cores": 0}],
+)
+def test_a_connection_that_cannot_be_meant_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidConfig):
+        connect(**options)  # type: ignore[arg-type]
