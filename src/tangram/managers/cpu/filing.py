@@ -18,7 +18,7 @@ import msgspec
 from tangram.errors import FileFailed
 from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.spawning import ExecFailed, Spawning
-from tangram.managers.cpu.streams import standard_input
+from tangram.managers.streams import standard_input
 from tangram.managers.work import Entry, inside
 
 ENTRIES_MAX = 100_000
@@ -107,7 +107,9 @@ class Filing:
             box = self._found(sandbox)
             target = inside(path)
             spawning = await self._spawning()
-            return await spawning.file_work(box.box, what, fds, box.files, path=target, **fields)
+            # Who frees memory is not charged for any: a sandbox that is full could never be emptied.
+            groups = [] if what == "delete" else box.files
+            return await spawning.file_work(box.box, what, fds, groups, path=target, **fields)
         except ExecFailed as error:
             raise FileFailed(path, error.reason) from None
         finally:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import NoReturn
@@ -21,10 +22,11 @@ from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S, Output
 from tangram.managers.capture import Capture
 from tangram.managers.cpu.cores import Cores
+from tangram.managers.cpu.images import SANDBOX_UID
 from tangram.managers.cpu.sandbox import Sandbox, Slot
-from tangram.managers.cpu.session import HELD_SHELL, Session, ShellPipes
+from tangram.managers.cpu.session import Session
 from tangram.managers.cpu.spawning import ExecFailed, Program, Spawning
-from tangram.managers.cpu.streams import Stream, standard_input
+from tangram.managers.streams import Stream, standard_input
 from tangram.managers.width import filled_in, told
 from tangram.managers.work import STDERR, STDOUT, WORKSPACE, Ended, Exec, Executed, inside
 
@@ -112,7 +114,7 @@ class ProgramLease:
     async def _launch(self) -> None:
         command = filled_in(self.work.command, self._width)
         argv = [self.sandbox.image.shell, "-c", command] if isinstance(command, str) else list(command)
-        self._streams = (Stream(STDOUT), Stream(STDERR))
+        self._streams = (_stream(STDOUT), _stream(STDERR))
         self._program = await self._execute(argv, self.work.stdin)
 
     async def _execute(self, argv: list[str], stdin: bytes, extra: dict[int, int] | None = None) -> Program:
@@ -195,7 +197,7 @@ class ProgramLease:
         for stream in self._streams:
             stream.end()
         if not lost and code == -signal.SIGKILL and self._stopped is None and self.sandbox.is_ending():
-            lost = f"sandbox {self.sandbox.name} ended while the action ran"
+            code, lost = None, f"sandbox {self.sandbox.name} ended while the action ran"
         usage, out_of_memory = self._used()
         await self._vacate(keep=self._stopped is None and not lost)
         usage = _with_overhead(usage, self._loop.time() - ended_at, self._starved_s)
@@ -265,60 +267,56 @@ class SessionLease(ProgramLease):
         session = self.sandbox.sessions.get(name)
         if session is not None and session.busy:
             raise ManagerError(f"session {name} of sandbox {self.sandbox.name} runs a command already", retry=False)
-        if session is not None and session.program.has_ended:
+        if session is not None and session.has_ended:
             self._give_up(session)
         if session is None:
             session = await self._hold_shell()
             self.sandbox.sessions[name] = session
         else:
+            assert session.program is not None
             self.slot.group.adopt([session.program.pid])
             for stream, capture in zip(session.streams, self._captures, strict=True):
                 stream.begin(capture, self._output)
         self._streams = session.streams
-        try:
-            self._status = session.run(self._command(session))
-        except OSError:
-            await self.sandbox.kill(self.slot)
-            self._give_up(session)
+        self._status = session.run(self._command(session))
         session.busy = True
         self._session = session
 
     def _give_up(self, session: Session) -> NoReturn:
-        """Its shell has ended between two commands, or takes none: what it held is lost, and the caller must know."""
+        """Its shell has ended between two commands: what it held is lost, and the caller must know."""
         del self.sandbox.sessions[self.work.session]
         session.close()
         self._shell_gone = True
         raise ExecFailed(errno.EPIPE, f"the shell of session {self.work.session} has ended; its state is lost")
 
     async def _hold_shell(self) -> Session:
-        pipes = ShellPipes()
-        self._streams = streams = (Stream(STDOUT), Stream(STDERR))
+        self._streams = streams = (_stream(STDOUT), _stream(STDERR))
+        session = Session(streams)
         try:
-            program = await self._execute([self.sandbox.image.shell, "-c", HELD_SHELL], b"", pipes.given)
+            session.program = await self._execute(session.argv(self.sandbox.image.shell), b"", session.given)
         except BaseException:
-            pipes.close_kept()
-            for stream in streams:
-                stream.close()
+            session.close()
             raise
-        finally:
-            pipes.close_given()
-        return Session(program, streams, pipes.commands, pipes.statuses)
+        session.close_given()
+        return session
 
     def _command(self, session: Session) -> str:
         lines = []
         if session.width != self._width:
-            lines += [f"export {name}={_quoted(value)}" for name, value in told(self._width, {}).items()]
+            lines += [f"export {name}={shlex.quote(value)}" for name, value in told(self._width, {}).items()]
             session.width = self._width
-        lines += [f"export {name}={_quoted(value)}" for name, value in self.work.env.items()]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in self.work.env.items()]
         command = filled_in(self.work.command, self._width)
         assert isinstance(command, str)
+        # Evaluated apart: what is no command leaves the lines before it alone.
+        run = f"eval {shlex.quote(command)}"
         if self.work.cwd:
-            command = f"cd {_quoted(inside(self.work.cwd))} && eval {_quoted(command)}"
-        return "\n".join([*lines, command])
+            run = f"cd -- {shlex.quote(inside(self.work.cwd))} && {run}"
+        return "\n".join([*lines, run])
 
     async def _exit_code(self) -> int:
         """Of the command, or of the shell if it took the shell along."""
-        assert self._session is not None and self._status is not None
+        assert self._session is not None and self._session.program is not None and self._status is not None
         shell_ended = asyncio.ensure_future(self._session.program.exit_code())
         try:
             await asyncio.wait({self._status, shell_ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -350,8 +348,11 @@ BASE_ENVIRONMENT = {
 }
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+def _stream(number: int) -> Stream:
+    """A program may open its stream again, as /dev/stdout."""
+    stream = Stream(number)
+    os.fchown(stream.writer, SANDBOX_UID, SANDBOX_UID)
+    return stream
 
 
 def _run_delay_s(pid: int) -> float:

@@ -22,7 +22,7 @@ from tangram.errors import ManagerError
 from tangram.managers.cpu.cgroups import Group
 from tangram.managers.cpu.images import Image
 from tangram.managers.cpu.session import Session
-from tangram.managers.cpu.streams import Stream
+from tangram.managers.streams import Stream
 from tangram.managers.work import SandboxSpec
 
 SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
