@@ -1,5 +1,6 @@
 # Every verb sets up all that it needs first: a Python >= 3.11 is found, .venv is made and the pinned packages are
-# installed. Later calls find the stamp and start at once; a change of pyproject.toml or constraints.txt renews it.
+# installed, and where sandboxes are used, the programs of the system that they are made with. Later calls find the
+# stamps and start at once; a change of pyproject.toml or constraints.txt renews .venv.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,7 +10,14 @@ SHELL := /bin/bash
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+SYSTEM := $(VENV)/.system
 ARGS ?=
+
+# Packages of Debian and Ubuntu whose programs sandboxes are made with, as far as those are not there.
+MISSING := $(strip $(shell \
+  command -v bwrap >/dev/null || echo bubblewrap; \
+  command -v catatonit >/dev/null || echo catatonit; \
+  command -v setpriv >/dev/null || echo util-linux))
 
 # Tried in this order. A name that exists may still be too old or an empty shim, so each one is run.
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
@@ -17,25 +25,28 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help run test lint bench docs clean
+.PHONY: help run test test-cgroup-v2 lint bench docs clean
 help: ## list the verbs
 	@echo "make VERB [ARGS=...]"
-	@sed -nE 's/^([a-z]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 10
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
 
-run: $(STAMP) ## compare the scheduling policies on one workload; the report is build/report.html
+run: $(STAMP) $(SYSTEM) ## compare the scheduling policies on one workload; the report is build/report.html
 	@mkdir -p build
 	$(VENV)/bin/tangram sim coding --batch 128 --cores 16 --policies pods:0.5,fcfs,paper,adaptive --seeds 5 --report build/report.html $(ARGS)
 
 # Bounded, because on a large machine one process per core would mostly start processes.
-test: $(STAMP) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
+test: $(STAMP) $(SYSTEM) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
 	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+test-cgroup-v2: $(STAMP) $(SYSTEM) ## run tests on a kernel with cgroup v2, in a virtual machine; ARGS as for test
+	@tools/test-cgroup-v2 $(ARGS)
 
 lint: $(STAMP) ## check format, lint rules and types
 	@$(VENV)/bin/ruff format --check src tests docs
 	$(VENV)/bin/ruff check src tests docs
 	$(VENV)/bin/mypy
 
-bench: $(STAMP) ## run the benchmarks; ARGS=--quick for a short look
+bench: $(STAMP) $(SYSTEM) ## run the benchmarks; ARGS=--quick for a short look
 	@$(VENV)/bin/tangram bench all $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ anew, and all outputs that the documentation shows
@@ -50,8 +61,27 @@ clean: ## delete build/ and all caches; .venv stays, delete it by hand to start 
 ifneq ($(shell $(VENV)/bin/python -c 'import pip' 2>&1 || echo broken),)
 $(STAMP): FORCE
 endif
+# Whatever is missing is looked after each time.
+ifneq ($(MISSING),)
+$(SYSTEM): FORCE
+endif
 .PHONY: FORCE
 FORCE:
+
+# Who may not or cannot install anything is told what to install, and goes on without sandboxes.
+$(SYSTEM): | $(STAMP)
+	@touch $@
+	if [ -z "$(MISSING)" ]; then exit 0; fi
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	  echo "installing $(MISSING)"
+	  export DEBIAN_FRONTEND=noninteractive
+	  # Old package lists may do; a machine without any needs new ones first.
+	  apt-get install -y -qq --no-install-recommends $(MISSING) >/dev/null 2>&1 && exit 0
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MISSING) >/dev/null && exit 0
+	fi
+	echo "Sandboxes need what is missing here. On Debian or Ubuntu:" >&2
+	echo "    sudo apt-get install $(MISSING)" >&2
+	echo "Going on without: tests of sandboxes are skipped, and commands run in the backend process, which isolates nothing." >&2
 
 # The build backend goes in first and the build runs in .venv, because constraints do not reach pip's isolated builds.
 $(STAMP): pyproject.toml constraints.txt

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tangram.cli import bench, plan, sim, trace
+from tangram.cli import bench, doctor, plan, run, sim, trace
 from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
@@ -89,6 +89,8 @@ app.command("sim", epilog=sim.EXAMPLES)(sim.sim)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
+app.command("run", epilog=run.EXAMPLES, context_settings=run.CONTEXT)(run.run)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 
 def _version(wanted: bool) -> None:

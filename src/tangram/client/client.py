@@ -32,7 +32,6 @@ from tangram.errors import InvalidConfig
 from tangram.managers.base import Manager
 from tangram.managers.work import Prepare, SandboxSpec
 from tangram.service.orchestrator import Decider, Orchestrator
-from tangram.sim.record import recording
 
 T = TypeVar("T")
 
@@ -220,7 +219,11 @@ def connect(
     pools = manager.pools()
     limits = limits or Limits()
     stack = ExitStack()
-    observer = stack.enter_context(recording(record, policy=policy_name, pools=pools, limits=limits, note=backend))
+    observer = None
+    if record:
+        from tangram.sim.record import recording  # brings numpy along
+
+        observer = stack.enter_context(recording(record, policy=policy_name, pools=pools, limits=limits, note=backend))
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
     client = Client(LocalTransport(Orchestrator(chosen, {_node(pools): manager}, observer=observer)))
     client._stack = stack

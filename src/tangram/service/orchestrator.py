@@ -239,6 +239,8 @@ class Orchestrator:
                         future.exception()  # whoever asked may have gone
             self._tickets.clear()
             self._all_settled.set()
+            with contextlib.suppress(RuntimeError):  # the group is ending already
+                self._tasks.create_task(_raise(error))
 
     def _on_start(self, effect: Start) -> None:
         ticket = self._tickets[effect.action.id]
@@ -354,6 +356,10 @@ _EFFECTS: dict[type, Callable[[Orchestrator, Any], None]] = {
     Settle: Orchestrator._on_settle,
     Refuse: Orchestrator._on_refuse,
 }
+
+
+async def _raise(error: Exception) -> None:
+    raise error
 
 
 async def _done(future: asyncio.Future[Any]) -> None:

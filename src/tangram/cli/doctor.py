@@ -1,0 +1,130 @@
+"""`tangram doctor`: what this machine offers, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tangram.cli import options, show
+from tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from tangram.managers.survey import Finding, Survey
+
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram doctor
+
+tangram doctor --json
+
+sudo tangram doctor  [dim]# sandboxes need root[/dim]
+"""
+
+EXIT_WITHOUT_SANDBOXES = 1
+TRIAL_MEMORY = "64MiB"
+TRIAL_TIMEOUT_S = 10.0
+SAID = "it works"
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Say what this machine offers, what is missing, and how to get it.
+
+    Tries all of it for real, opens a sandbox and runs a command in it; changes nothing that lasts.
+
+    Exits with 0 if sandboxes work, and with 1 if only other backends do.
+    """
+    from tangram.managers.survey import DOCKER, PROCESS, SANDBOX, survey
+
+    found = survey()
+    why_not = {backend: found.why_not(backend) for backend in (SANDBOX, DOCKER, PROCESS)}
+    trial: dict[str, float] = {}
+    if not why_not[SANDBOX]:
+        try:
+            trial = _try_sandbox()
+        except (TangramError, OSError) as error:
+            why_not[SANDBOX] = f"a sandbox was tried: {error}"
+    if as_json:
+        show.as_json(_plain(found, why_not, trial))
+    else:
+        _print(found, why_not, trial)
+    if why_not[SANDBOX]:
+        raise typer.Exit(EXIT_WITHOUT_SANDBOXES)
+
+
+# ---- the trial ------------------------------------------------------------------------------------------------
+
+
+def _try_sandbox() -> dict[str, float]:
+    """Seconds of each step, in a state directory of its own: what dead owners left in the usual one stays there."""
+    from tangram.managers.survey import left_as_found
+
+    with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as scratch, left_as_found():
+        os.chmod(scratch, 0o711)  # as a state directory has it: an unprivileged user may pass through
+        return asyncio.run(_open_and_run(Path(scratch) / "state"))
+
+
+async def _open_and_run(state: Path) -> dict[str, float]:
+    from tangram.client.client import connect
+
+    at = [time.perf_counter()]
+    async with connect(state=state) as client:
+        at.append(time.perf_counter())
+        async with client.sandbox(memory=TRIAL_MEMORY) as box:
+            at.append(time.perf_counter())
+            result = (await box.exec(["echo", SAID], timeout_s=TRIAL_TIMEOUT_S)).check()
+            at.append(time.perf_counter())
+    at.append(time.perf_counter())
+    if result.stdout.strip() != SAID:
+        raise OSError(f"the command should say {SAID!r} and said {result.stdout!r}")
+    steps = zip(("start_s", "open_s", "exec_s", "close_s"), at, at[1:], strict=False)
+    return {name: after - before for name, before, after in steps}
+
+
+# ---- printing -------------------------------------------------------------------------------------------------
+
+
+def _print(found: Survey, why_not: dict[str, str], trial: dict[str, float]) -> None:
+    from rich.text import Text
+
+    console = show.console()
+    table = show.table("this machine")
+    for head in ("component", "", "found", "what to do"):
+        table.add_column(head, overflow="fold")
+    for each in found.findings:
+        table.add_row(each.component, _mark(each), Text(each.found), Text(each.to_do))
+    console.print(table)
+    lines = [f"to install what is missing: {found.install}"] if found.install else []
+    usable = ", ".join(backend for backend, reason in why_not.items() if not reason)
+    lines.append(f"backends that work: {usable}; process isolates nothing")
+    lines += [f"{backend} does not work: {reason}" for backend, reason in why_not.items() if reason]
+    if trial:
+        open_ms, exec_ms = 1000 * trial["open_s"], 1000 * trial["exec_s"]
+        lines.append(
+            f"a sandbox was opened in {open_ms:.0f} ms, a command ran in it in {exec_ms:.0f} ms; it is gone again"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _mark(finding: Finding) -> str:
+    from tangram.managers.survey import MISSING, OK, SANDBOX
+
+    if finding.state == OK:
+        return "[green]ok[/green]"
+    colour = "red" if finding.state == MISSING and SANDBOX in finding.needed_by else "yellow"
+    return f"[{colour}]{finding.state}[/{colour}]"
+
+
+def _plain(found: Survey, why_not: dict[str, str], trial: dict[str, float]) -> dict[str, Any]:
+    return {
+        "components": found.findings,
+        "install": found.install,
+        "backends": {name: {"usable": not reason, "why_not": reason} for name, reason in why_not.items()},
+        "trial": trial or None,
+    }

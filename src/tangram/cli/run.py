@@ -1,0 +1,392 @@
+"""`tangram run`: one command as an action, in a sandbox that is there for it alone.
+
+Owns how a command line becomes an action and how its end becomes an exit code. What the command writes is handed on as
+it comes; who reads slowly slows the command down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from tangram.cli import options, show
+from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidConfig, ManagerError, TangramError
+
+if TYPE_CHECKING:
+    from tangram.client.client import Client
+    from tangram.client.result import Result
+    from tangram.client.sizes import Cpus
+
+CONTEXT = {"allow_interspersed_args": False}
+"""What follows the command belongs to it, options included."""
+
+EXIT_TIMED_OUT, EXIT_OURS, EXIT_CANCELLED = 124, 125, 130
+"""As `timeout` and `docker run` have them. Whatever else comes out is the command's own."""
+STDIN_BYTES_MAX = 256 << 20
+"""It is read to its end before the command starts."""
+KEPT_BYTES = 4096
+"""Of what was handed on already: why a command could not be started stands only there."""
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram run -- python3 -c 'print(6 * 7)'
+
+tangram run "nproc && whoami"  [dim]# one word with blanks goes through a shell[/dim]
+
+tangram run --cpus 1-4 --timeout 60 --upload tests -- pytest -n {cpus} tests
+
+tangram run --image python.tar --user root --json -- pip list
+
+tangram run --download result.csv:out -- sort -o result.csv /etc/passwd
+"""
+
+
+class Asked(NamedTuple):
+    """What the command line says."""
+
+    command: str | list[str]
+    backend: str
+    image: str
+    sandbox: dict[str, Any]
+    """For Client.sandbox."""
+    action: dict[str, Any]
+    """For Sandbox.exec."""
+    uploads: list[Path]
+    downloads: list[tuple[str, Path]]
+    as_json: bool
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CMD",
+            help="The command. Several words are executed as they are; one word with blanks goes through a shell."
+            " {cpus} in it becomes the number of cores that it got.",
+        ),
+    ],
+    cpus: Annotated[
+        str | None,
+        typer.Option(
+            "--cpus",
+            metavar="N|A-B",
+            help="Cores, or the least and the most of them. Default: what it needs is learned.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Of the sandbox, what it writes to disk included.")
+    ] = "1GiB",
+    disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help="Of the files that it writes.")] = "512MiB",
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", help="Counts from its start. Default: none.")
+    ] = None,
+    image: Annotated[
+        str,
+        typer.Option(
+            "--image",
+            metavar="IMAGE",
+            help="A root directory, a tar as `docker save` or OCI write it, or the name of an image; host is this"
+            " machine's own /usr.",
+        ),
+    ] = "host",
+    network: Annotated[
+        bool, typer.Option("--network", metavar="", help="With the network of this machine. Without: none.")
+    ] = False,
+    user: Annotated[
+        str, typer.Option("--user", metavar="agent|root", help="root is root inside, and nobody outside.")
+    ] = "agent",
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="KEY=VALUE", help="A variable. Several may be given.")
+    ] = None,
+    cwd: Annotated[
+        str, typer.Option("--cwd", metavar="DIR", help="Where it starts. Default: /work, the workspace.")
+    ] = "",
+    stdin: Annotated[
+        bool, typer.Option("--stdin", metavar="", help="Hand on standard input, all of it, unless it is a terminal.")
+    ] = False,
+    upload: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--upload", metavar="PATH", help="Copy a file or directory into the workspace first. Several may be given."
+        ),
+    ] = None,
+    download: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--download",
+            metavar="PATH:DIR",
+            help="Copy a file or directory of the sandbox below a directory here, after the end. Several may be given.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="NAME", help="sandbox, docker, or process, which isolates nothing.")
+    ] = "sandbox",
+    key: Annotated[
+        str, typer.Option("--key", metavar="WORD", help="Your word for commands that behave alike; for the trace.")
+    ] = "",
+    summary: Annotated[
+        bool,
+        typer.Option(
+            "--summary", "--verbose", metavar="", help="Say in one line on stderr how it went, as on a terminal."
+        ),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Run one command as an action, in a fresh sandbox that is gone afterwards.
+
+    Options stand before the command. What it writes is shown as it comes; Ctrl-C ends it and leaves nothing.
+
+    Exits as the command does; with 124 if its time was up, 125 if it was refused or our side failed, 130 after Ctrl-C.
+    """
+    asked = Asked(
+        command=command[0] if len(command) == 1 and re.search(r"\s", command[0].strip()) else command,
+        backend=backend,
+        image=image,
+        sandbox=dict(memory=memory, disk=disk, network=network, user=user),
+        action=dict(
+            cpus=_cpus(cpus), timeout_s=timeout, cwd=cwd, key=key, env=_environment(env or []), stdin=_stdin(stdin)
+        ),
+        uploads=_uploads(upload or []),
+        downloads=[_download(each) for each in download or []],
+        as_json=as_json,
+    )
+    result, code = _performed(asked)
+    if result is not None:
+        _tell(result, asked, summary=summary or (sys.stderr.isatty() and not as_json))
+    raise typer.Exit(code)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+def _cpus(text: str | None) -> Cpus:
+    if text is None:
+        return None
+    found = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
+    if found is not None:
+        return float(found[1]) if found[2] is None else (float(found[1]), float(found[2]))
+    raise InvalidConfig("cpus", text, "a number of cores such as 2 or 0.5, or the least and the most, such as 1-4")
+
+
+def _environment(texts: list[str]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise InvalidConfig("env", text, "KEY=VALUE")
+        found[name] = value
+    return found
+
+
+def _stdin(wanted: bool) -> bytes:
+    if not wanted or sys.stdin is None or sys.stdin.isatty():
+        return b""
+    content = sys.stdin.buffer.read(STDIN_BYTES_MAX + 1)
+    if len(content) > STDIN_BYTES_MAX:
+        raise InvalidConfig("stdin", "more", f"at most {STDIN_BYTES_MAX >> 20} MiB; write a file and --upload that")
+    return content
+
+
+def _uploads(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        if not path.exists():
+            raise InvalidConfig("upload", str(path), "a file or directory that exists")
+    return paths
+
+
+def _download(text: str) -> tuple[str, Path]:
+    path, colon, target = text.rpartition(":")
+    if not path or not colon or not target:
+        raise InvalidConfig("download", text, "PATH:DIR, a path in the sandbox and a directory here")
+    return path, Path(target)
+
+
+# ---- doing ----------------------------------------------------------------------------------------------------
+
+
+def _performed(asked: Asked) -> tuple[Result | None, int]:
+    """What came of it and the exit code. None: a signal ended it."""
+    if asked.backend == "sandbox" and os.geteuid() != 0:
+        reason = "sandboxes need root; use sudo, or --backend process, which isolates nothing"
+        return _not_run(asked, "refused", reason), EXIT_OURS
+    try:
+        return asyncio.run(_perform(asked))
+    except AdmissionRefused as error:
+        return _not_run(asked, "refused", error.reason), EXIT_OURS
+    except (ManagerError, ActionFailed, FileFailed) as error:
+        return _not_run(asked, "lost", str(error)), EXIT_OURS
+
+
+def _not_run(asked: Asked, status: str, reason: str) -> Result:
+    """The result of an action that there never was."""
+    from tangram.client.result import result_of
+    from tangram.core.action import Outcome, Status
+
+    shown = asked.command if isinstance(asked.command, str) else " ".join(asked.command)
+    return result_of(shown, Outcome(action="", status=Status(status), reason=reason), None)
+
+
+class _Interruption:
+    """The first signal ends the action; it is waited for, and whatever follows is ignored to the end of the process."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._stop: Callable[[], object] = lambda: None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        self._loop = asyncio.get_running_loop()
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            if not self.signal:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        self.signal = number
+        self._loop.call_soon_threadsafe(lambda: self._stop())
+
+    def stops(self, stop: Callable[[], object]) -> None:
+        self._stop = stop
+        if self.signal:
+            stop()
+
+
+class _Live:
+    """Hands on what a program writes. When that cannot be written any more, the program is stopped."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        self.stop: Callable[[], object] = lambda: None
+        self._bytes = {"stdout": 0, "stderr": 0}
+
+    def __call__(self, stream: str, data: bytes) -> None:
+        self._bytes[stream] += len(data)
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        if self.error is not None or target is None:  # None: whoever called us has closed it
+            return
+        try:
+            target.buffer.write(data)
+            target.buffer.flush()
+        except OSError as error:
+            self.error = error
+            self.stop()
+
+    def finish(self, result: Result) -> None:
+        """What our side added at the end: why there was no program to hear."""
+        executed = result.executed
+        added = executed.stderr_bytes - self._bytes["stderr"]
+        if added > 0:
+            self("stderr", executed.stderr[-added:])
+
+
+async def _perform(asked: Asked) -> tuple[Result | None, int]:
+    from tangram.client.client import connect
+
+    interruption, live = _Interruption(), _Live()
+    with interruption.listening():
+        # Whoever comes and goes as an owner is not disturbed: that is short, and leaves nothing only when it is whole.
+        async with connect(backend=asked.backend) as client:
+            doing = asyncio.ensure_future(_in_sandbox(client, asked, live))
+            live.stop = doing.cancel
+            interruption.stops(doing.cancel)
+            await asyncio.wait({doing})
+    if live.error is not None:
+        raise live.error
+    if interruption.signal and (doing.cancelled() or doing.exception() is not None):
+        return None, 128 + interruption.signal
+    return doing.result()
+
+
+async def _in_sandbox(client: Client, asked: Asked, live: _Live) -> tuple[Result, int]:
+    is_path = asked.image != "host" and os.path.exists(asked.image)  # noqa: ASYNC240 - one look at a local disk
+    image = await client.image(asked.image) if is_path else asked.image
+    output: dict[str, Any] = {} if asked.as_json else {"capture": KEPT_BYTES, "on_output": live}
+    async with client.sandbox(image=image, **asked.sandbox) as box:
+        for path in asked.uploads:
+            await box.upload(path)
+        result = await box.exec(asked.command, **asked.action, **output)
+        if not asked.as_json:
+            live.finish(result)
+        code = _exit_code(result)
+        for source, target in asked.downloads:
+            try:
+                await box.download(source, target)
+            except TangramError as error:
+                typer.echo(f"tangram: not downloaded: {error}", err=True)
+                code = code or EXIT_OURS
+    return result, code
+
+
+def _exit_code(result: Result) -> int:
+    from tangram.core.action import Status
+
+    if result.status is Status.SUCCEEDED:
+        assert result.exit_code is not None
+        return result.exit_code
+    return {Status.TIMED_OUT: EXIT_TIMED_OUT, Status.CANCELLED: EXIT_CANCELLED}.get(result.status, EXIT_OURS)
+
+
+# ---- telling --------------------------------------------------------------------------------------------------
+
+
+def _tell(result: Result, asked: Asked, *, summary: bool) -> None:
+    if asked.as_json:
+        show.as_json(_plain(result, asked))
+    elif result.reason:
+        typer.echo(f"tangram: {_words(result)}: {result.reason}", err=True)
+    if result.out_of_memory and not asked.as_json:
+        used_up = f"the sandbox has used up its memory of {asked.sandbox['memory']}, and something in it was killed"
+        typer.echo(f"tangram: {used_up}; --memory gives it more", err=True)
+    if summary:
+        typer.echo(f"tangram: {_summary(result)}", err=True)
+
+
+def _words(result: Result) -> str:
+    return result.status.value.replace("_", " ")
+
+
+def _summary(result: Result) -> str:
+    ended = f" with {result.exit_code}" if result.exit_code is not None else ""
+    timing, usage = result.timing, result.usage
+    return (
+        f"{_words(result)}{ended}, waited {timing.waiting_s:.2f} s, ran {timing.execution_s:.2f}"
+        f" s, cpu {usage.cpu_s:.2f} s, peak memory {usage.memory_peak_bytes / (1 << 20):.1f} MiB"
+    )
+
+
+def _plain(result: Result, asked: Asked) -> dict[str, Any]:
+    import msgspec
+
+    executed = result.executed
+    return {
+        "label": "measured",
+        "command": asked.command,
+        "backend": asked.backend,
+        "status": result.status.value,
+        "reason": result.reason,
+        "exit_code": result.exit_code,
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+        "stdout_bytes": executed.stdout_bytes,
+        "stderr_bytes": executed.stderr_bytes,
+        "out_of_memory": result.out_of_memory,
+        "timing": {**msgspec.structs.asdict(result.timing), "act_s": result.timing.act_s},
+        "usage": result.usage,
+        "attempts": result.attempts,
+    }

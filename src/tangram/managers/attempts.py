@@ -1,0 +1,172 @@
+"""Attempts: what the kernel lets this user do, tried in processes that are thrown away.
+
+It is run by its path, without site-packages, and imports only the standard library. Owns nothing: whatever an attempt
+makes is private to its process and gone with it. Takes a JSON object on its standard input and prints one that has the
+reason of failure by the name of the attempt; an empty reason says that it worked.
+
+    user    the user of whom it is tried as, when this is root
+    filter  a filter of system calls, in hexadecimal digits; empty: none is tried
+    folder  a directory that exists, over which a file system is mounted where nobody else sees it
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 0x40000
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
+SECCOMP_MODE_FILTER = 2
+INSTRUCTION_BYTES = 8
+
+NAMESPACES = {
+    "mount": CLONE_NEWNS,
+    "pid": CLONE_NEWPID,
+    "net": CLONE_NEWNET,
+    "ipc": CLONE_NEWIPC,
+    "uts": CLONE_NEWUTS,
+    "cgroup": CLONE_NEWCGROUP,
+}
+"""Those that a sandbox has of its own, besides that of users."""
+
+REASON_BYTES_MAX = 1000
+SECONDS_MAX = 5
+"""Of one attempt. Each takes about a millisecond."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(step: str, result: int) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{step}: {os.strerror(code)}")
+
+
+def unshare(step: str, flags: int) -> None:
+    """Who is not root has the right to the others only in a user namespace of its own."""
+    user, group = os.geteuid(), os.getegid()
+    flags |= CLONE_NEWUSER if user != 0 else 0
+    call(step, _libc.unshare(flags))
+    if flags & CLONE_NEWUSER:
+        for name, text in (("uid_map", f"0 {user} 1"), ("setgroups", "deny"), ("gid_map", f"0 {group} 1")):
+            write(f"/proc/self/{name}", text)
+
+
+def write(path: str, text: str) -> None:
+    """Without an encoding that would have to be looked up: the files of Python may be out of reach by then."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def mount(what: str, where: str, kind: str, flags: int = 0, options: str = "") -> None:
+    words = (what.encode(), os.fsencode(where), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None)
+    call(f"mount {kind or where}", _libc.mount(*words))
+
+
+def with_private_mounts() -> None:
+    unshare("unshare", CLONE_NEWNS)
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+
+
+# ---- the attempts -------------------------------------------------------------------------------------------------
+
+
+def users(user: int) -> None:
+    """A user namespace, made by an unprivileged user, who may mount in it."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self still belongs to root
+    unshare("unshare", CLONE_NEWUSER | CLONE_NEWNS)
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+
+
+def namespace(flag: int) -> None:
+    unshare("unshare", flag)
+    if flag == CLONE_NEWPID:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if os.getpid() == 1 else 1)
+        if os.waitpid(child, 0)[1] != 0:
+            raise OSError("the first process of a namespace has not the number 1")
+
+
+def tmpfs(folder: str) -> None:
+    with_private_mounts()
+    mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=64,mode=0755")
+
+
+def overlay(folder: str) -> None:
+    """Over memory, as a sandbox has it: a file of the lower layer is changed, and its change is in the upper one."""
+    tmpfs(folder)
+    lower, upper, work, root = (os.path.join(folder, name) for name in ("lower", "upper", "work", "root"))
+    for place in (lower, upper, work, root):
+        os.mkdir(place)
+    write(f"{lower}/file", "lower")
+    layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, layers)
+    write(f"{root}/file", " and upper")
+    with open(f"{upper}/file", "rb") as file:
+        if file.read() != b"lower and upper":
+            raise OSError("what was written is not in the upper layer")
+
+
+def seccomp(code: bytes) -> None:
+    body = ctypes.create_string_buffer(code, len(code))
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(code) // INSTRUCTION_BYTES, ctypes.addressof(body))
+    )
+    call("no_new_privs", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    call("seccomp", _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
+
+
+# ---- trying -------------------------------------------------------------------------------------------------------
+
+
+def tried(attempt: Callable[[], None]) -> str:
+    """In a process of its own. Why it failed, or nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(SECONDS_MAX)
+        reason = ""
+        try:
+            attempt()
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+        os.write(writer, reason.encode()[:REASON_BYTES_MAX])
+        os._exit(0)
+    os.close(writer)
+    said = b""
+    while part := os.read(reader, REASON_BYTES_MAX):
+        said += part
+    os.close(reader)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return said.decode() or ("" if code == 0 else f"it ended with {code}")
+
+
+def all_of(request: dict[str, Any]) -> dict[str, str]:
+    attempts: dict[str, Callable[[], None]] = {"user": lambda: users(request["user"])}
+    attempts |= {name: lambda flag=flag: namespace(flag) for name, flag in NAMESPACES.items()}  # type: ignore[misc]
+    attempts |= {"tmpfs": lambda: tmpfs(request["folder"]), "overlay": lambda: overlay(request["folder"])}
+    if request["filter"]:
+        attempts["seccomp"] = lambda: seccomp(bytes.fromhex(request["filter"]))
+    return {name: tried(attempt) for name, attempt in attempts.items()}
+
+
+if __name__ == "__main__":
+    json.dump(all_of(json.load(sys.stdin)), sys.stdout)

@@ -1,0 +1,115 @@
+"""`tangram doctor`, as its users call it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tangram.managers.cpu import cgroups
+from tangram.managers.cpu.hierarchies import find_hierarchies
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0 and os.environ.get("CI") != "true", reason="needs root")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state directory that does not exist yet, and a place for temporary files that is watched."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("TANGRAM_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def left_by_us() -> list[str]:
+    return [name for name in cgroups.owners() if name.startswith(f"{os.getpid()}-")]
+
+
+def places() -> list[str]:
+    """Where this process is, what is mounted there, and which controllers version 2 has enabled at the top."""
+    enabled = [path / "cgroup.subtree_control" for path in set(find_hierarchies().by_controller.values())]
+    read = [Path("/proc/self/cgroup"), Path("/proc/self/mountinfo"), *enabled]
+    return [path.read_text() for path in read if path.exists()]
+
+
+@needs_root
+def test_a_machine_that_has_all_opens_a_sandbox_and_exits_with_0(cli) -> None:
+    done = cli("doctor")
+    assert (done.code, done.err) == (0, "")
+    for words in ("bubblewrap", "overlayfs", "cgroup memory", "user namespaces", "state directory", "docker engine"):
+        assert words in done.out
+    assert "backends that work: sandbox" in done.out
+    assert "a sandbox was opened in " in done.out
+
+
+@needs_root
+def test_json_says_the_same(cli) -> None:
+    done = cli("doctor", "--json")
+    assert (done.code, done.err) == (0, "")
+    found = done.json
+    assert found["backends"]["sandbox"] == {"usable": True, "why_not": ""}
+    assert found["backends"]["process"]["usable"]
+    assert set(found["trial"]) == {"start_s", "open_s", "exec_s", "close_s"}
+    states = {each["component"]: each["state"] for each in found["components"]}
+    assert states["bubblewrap"] == states["overlayfs"] == states["cgroup freezer"] == "ok"
+    assert found["install"] == ""
+
+
+@needs_root
+def test_nothing_is_left_on_the_machine(cli, state: Path) -> None:
+    before = places()
+    assert cli("doctor").code == 0
+    assert not state.exists()
+    assert os.listdir(tempfile.gettempdir()) == []
+    assert left_by_us() == []
+    assert places() == before
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with the programs that sandboxes need and nothing else."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bwrap", "catatonit", "setpriv", "cp"):
+        found = shutil.which(name)
+        if found is not None:
+            (folder / name).symlink_to(found)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_a_missing_program_is_told_with_the_command_that_installs_it(cli, programs: Path) -> None:
+    for name in ("bwrap", "catatonit"):
+        (programs / name).unlink(missing_ok=True)
+    done = cli("doctor")
+    assert done.code == 1
+    assert "apt-get install -y bubblewrap catatonit\n" in done.out
+    assert "backends that work: process" in done.out
+    assert "sandbox does not work: " in done.out and "bubblewrap: no program bwrap" in done.out
+    found = cli("doctor", "--json")
+    assert found.code == 1
+    assert found.json["trial"] is None
+    assert found.json["install"].endswith("apt-get install -y bubblewrap catatonit")
+    assert not found.json["backends"]["sandbox"]["usable"]
+
+
+@needs_root
+def test_the_trial_has_the_last_word(cli, programs: Path) -> None:
+    (programs / "bwrap").unlink()
+    (programs / "bwrap").write_text("#!/bin/sh\n[ $1 = --version ] && echo bubblewrap 0.8.0 && exit 0\nexit 1\n")
+    (programs / "bwrap").chmod(0o755)
+    done = cli("doctor")
+    assert done.code == 1
+    assert "sandbox does not work: a sandbox was tried: " in done.out
+    assert "backends that work: process" in done.out
+    assert left_by_us() == []
+    assert os.listdir(tempfile.gettempdir()) == []
+
+
+def test_the_help_has_examples(cli) -> None:
+    done = cli("doctor", "--help")
+    assert done.code == 0 and "tangram doctor --json" in done.out
