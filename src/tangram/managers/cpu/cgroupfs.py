@@ -18,7 +18,7 @@ BUSY_S_MAX = 10.0
 """A group is busy for a moment after its last process has ended."""
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path | str, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())
@@ -26,7 +26,16 @@ def write(path: Path, text: str) -> None:
         os.close(fd)
 
 
-def read(path: Path) -> str:
+def read_short(path: Path | str) -> str:
+    """A file that is always shorter than a page, such as a number."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 12).decode("ascii")
+    finally:
+        os.close(fd)
+
+
+def read(path: Path | str) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         chunks = []
@@ -37,9 +46,9 @@ def read(path: Path) -> str:
         os.close(fd)
 
 
-def field(path: Path, name: str) -> int:
+def field(path: Path | str, name: str) -> int:
     """The number in the line `name number`; 0 without such a line."""
-    for line in read(path).splitlines():
+    for line in read_short(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)

@@ -53,6 +53,9 @@ class Group:
         self.version = version
         self._at = directories
         """By controller; in version 2 all are the same."""
+        self._text = {controller: str(directory) for controller, directory in directories.items()}
+        """The same: making a path of two takes longer than reading what is there."""
+        self._keeps_peak: bool | None = None
         self._depth = depth
         """Below `tangram/<owner>`, which is 0. None: it is not ours to remove."""
         self._written: dict[str, str] = {}
@@ -169,7 +172,7 @@ class Group:
             return
         self._written.pop(file, None)
         try:
-            cgroupfs.write(self._at[controller] / file, text)
+            cgroupfs.write(f"{self._text[controller]}/{file}", text)
         except OSError as error:
             if not (optional and error.errno in ABSENT and self.exists()):
                 raise self._failed(file, error, text) from error
@@ -201,7 +204,9 @@ class Group:
         """The most so far, or since `forget_memory_peak` where the kernel can forget; where it keeps none, what is
         used now."""
         name = "memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"
-        if not (self._at["memory"] / name).exists():
+        if self._keeps_peak is None:
+            self._keeps_peak = (self._at["memory"] / name).exists()
+        if not self._keeps_peak:
             return self.memory_bytes()
         return self._number("memory", name)
 
@@ -216,14 +221,14 @@ class Group:
 
     def _number(self, controller: str, file: str) -> int:
         try:
-            return int(cgroupfs.read(self._at[controller] / file))
+            return int(cgroupfs.read_short(f"{self._text[controller]}/{file}"))
         except OSError as error:
             raise self._failed(file, error) from error
 
     def _field(self, controller: str, file: str, name: str) -> int:
         """0 where this kernel has no such line or file."""
         try:
-            return cgroupfs.field(self._at[controller] / file, name)
+            return cgroupfs.field(f"{self._text[controller]}/{file}", name)
         except OSError as error:
             if error.errno in ABSENT and self.exists():
                 return 0
@@ -240,7 +245,7 @@ class Group:
         for pid in processes:
             for path in self.join_files:
                 try:
-                    cgroupfs.write(Path(path), str(pid))
+                    cgroupfs.write(path, str(pid))
                 except ProcessLookupError:
                     break
                 except OSError as error:
