@@ -1,0 +1,253 @@
+"""The contract of managers: files of sandboxes, and that no path of theirs leads out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+from tests.contracts.conftest import Bench, Box
+
+from tangram.errors import FileFailed, InvalidAction
+from tangram.managers.work import Entry
+
+needs_programs = pytest.mark.needs_programs
+
+
+async def test_a_file_that_was_written_is_read_and_its_directories_are_made(bench: Bench) -> None:
+    box = await bench.open()
+    content = bytes(range(256)) * 1000
+    await box.write("a/b/c.bin", content, mode=0o750)
+    assert await box.read("/work/a/b/c.bin") == await box.read("a/./b/../b/c.bin") == content
+    (entry,) = await bench.manager.list(box.name, "a/b")
+    assert entry == Entry(name="c.bin", kind="file", bytes=len(content), mode=0o750)
+
+
+async def test_a_file_is_replaced_as_a_whole(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("file", b"a long content")
+    await box.write("file", b"short")
+    await box.write("empty", b"")
+    assert (await box.read("file"), await box.read("empty")) == (b"short", b"")
+    assert await box.names() == ["empty", "file"]
+
+
+@pytest.mark.parametrize("path", ["missing", "sub", "sub/file/below", "missing/below"])
+async def test_what_is_no_file_cannot_be_read(bench: Bench, path: str) -> None:
+    box = await bench.open()
+    await box.write("sub/file", b"")
+    with pytest.raises(FileFailed):
+        await box.read(path)
+
+
+async def test_a_file_that_is_too_large_is_not_read(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("file", b"12345")
+    assert await box.read("file", bytes_max=5) == b"12345"
+    with pytest.raises(FileFailed, match="5 bytes"):
+        await box.read("file", bytes_max=4)
+
+
+@needs_programs
+async def test_what_never_ends_is_not_read(bench: Bench) -> None:
+    box = await bench.open()
+    await box.run("mkfifo pipe; ln -s /dev/zero zero")
+    for path in ("pipe", "zero"):
+        with pytest.raises(FileFailed):
+            await box.read(path)
+
+
+async def test_a_file_cannot_take_the_place_of_a_directory_or_stand_below_a_file(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("sub/file", b"kept")
+    for path in ("sub", "sub/file/below"):
+        with pytest.raises(FileFailed):
+            await box.write(path, b"")
+    assert await box.read("sub/file") == b"kept"
+
+
+async def test_a_path_of_the_caller_that_is_none_is_refused(bench: Bench) -> None:
+    box = await bench.open()
+    for path in ("", "a\0b"):
+        with pytest.raises(InvalidAction):
+            await box.read(path)
+
+
+async def test_a_listing_is_sorted_and_tells_what_is_there(bench: Bench) -> None:
+    box = await bench.open()
+    assert await box.names() == []
+    for name in ("b", "a", "c.d/x", "c/x"):
+        await box.write(name, b"12", mode=0o600)
+    entries = await bench.manager.list(box.name, ".")
+    assert [(entry.name, entry.kind) for entry in entries] == [
+        ("a", "file"),
+        ("b", "file"),
+        ("c", "dir"),
+        ("c.d", "dir"),
+    ]
+    assert (entries[0].bytes, entries[0].mode) == (2, 0o600)
+    for path in ("missing", "a"):
+        with pytest.raises(FileFailed):
+            await bench.manager.list(box.name, path)
+
+
+@needs_programs
+async def test_a_listing_tells_links_and_other_things_apart(bench: Bench) -> None:
+    box = await bench.open()
+    await box.run("mkdir d; ln -s d link; ln -s nowhere dangling; mkfifo pipe")
+    kinds = {entry.name: entry.kind for entry in await bench.manager.list(box.name, ".")}
+    assert kinds == {"d": "dir", "link": "link", "dangling": "link", "pipe": "other"}
+
+
+async def test_a_file_or_a_whole_tree_is_deleted(bench: Bench) -> None:
+    box = await bench.open()
+    for name in ("keep", "file", "tree/a", "tree/deep/b"):
+        await box.write(name, b"")
+    await bench.manager.delete(box.name, "file")
+    await bench.manager.delete(box.name, "tree")
+    assert await box.names() == ["keep"]
+    with pytest.raises(FileFailed):
+        await bench.manager.delete(box.name, "file")
+
+
+@needs_programs
+async def test_deleting_does_not_follow_links(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("kept/file", b"kept")
+    await box.run("mkdir tree; ln -s ../kept tree/link; ln -s kept link; ln -s nowhere dangling")
+    for path in ("tree", "link", "dangling"):
+        await bench.manager.delete(box.name, path)
+    assert await box.names() == ["kept"]
+    assert await box.read("kept/file") == b"kept"
+
+
+async def test_a_tree_that_is_packed_and_unpacked_is_the_same(bench: Bench) -> None:
+    box, other = await bench.open(), await bench.open()
+    await box.write("tree/a", b"1")
+    await box.write("tree/run", b"#!/bin/sh\n", mode=0o755)
+    await box.write("tree/deep/b", b"22" * 10_000)
+    packed = io.BytesIO()
+    await bench.manager.pack(box.name, "tree", packed, bytes_max=1 << 20)
+    packed.seek(0)
+    await bench.manager.unpack(other.name, "put/here", packed)
+    assert await other.names("put/here/tree") == ["a", "deep", "run"]
+    assert await other.read("put/here/tree/deep/b") == b"22" * 10_000
+    modes = {entry.name: entry.mode for entry in await bench.manager.list(other.name, "put/here/tree")}
+    assert (modes["a"], modes["run"]) == (0o644, 0o755)
+
+
+async def test_a_single_file_is_packed_under_its_name(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("sub/note", b"text")
+    packed = io.BytesIO()
+    await bench.manager.pack(box.name, "sub/note", packed, bytes_max=1 << 20)
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as tar:
+        assert tar.getnames() == ["note"]
+
+
+async def test_a_tree_that_is_too_large_or_not_there_is_not_packed(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("tree/file", b"x" * 100_000)
+    for path, bytes_max in (("tree", 50_000), ("missing", 1 << 20)):
+        with pytest.raises(FileFailed):
+            await bench.manager.pack(box.name, path, io.BytesIO(), bytes_max=bytes_max)
+
+
+async def test_what_is_no_tar_is_not_unpacked(bench: Bench) -> None:
+    box = await bench.open()
+    with pytest.raises(FileFailed):
+        await bench.manager.unpack(box.name, "here", io.BytesIO(b"this is no tar" * 100))
+
+
+# ---- nothing leads out --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the machine that no sandbox has anything to do with."""
+    path = tmp_path / "outside" / "secret"
+    path.parent.mkdir()
+    path.write_text("secret")
+    return path
+
+
+async def try_all(bench: Bench, box: Box, path: str) -> None:
+    """Every file operation on a path. What one of them says is its own; that it is not what is outside is checked."""
+    with contextlib.suppress(FileFailed):
+        assert b"secret" not in await box.read(path)
+    with contextlib.suppress(FileFailed):
+        await box.write(path, b"planted")
+    with contextlib.suppress(FileFailed):
+        await bench.manager.list(box.name, path)
+    packed = io.BytesIO()
+    with contextlib.suppress(FileFailed):
+        await bench.manager.pack(box.name, path, packed, bytes_max=1 << 20)
+    assert b"secret" not in packed.getvalue() or b"planted" in packed.getvalue()
+    with contextlib.suppress(FileFailed):
+        await bench.manager.delete(box.name, path)
+
+
+def untouched(secret: Path) -> bool:
+    return [path.name for path in secret.parent.iterdir()] == ["secret"] and secret.read_text() == "secret"
+
+
+async def test_paths_of_the_machine_lead_nowhere(bench: Bench, secret: Path) -> None:
+    box = await bench.open()
+    for path in (str(secret), "../" * 20 + str(secret)[1:], f"/work/../..{secret}", f"{secret.parent}/planted"):
+        await try_all(bench, box, path)
+        assert untouched(secret)
+
+
+@needs_programs
+async def test_links_of_a_program_lead_nowhere_outside(bench: Bench, secret: Path) -> None:
+    box = await bench.open()
+    await box.run(
+        f"ln -s {secret} absolute; ln -s {secret.parent} directory; ln -s {'../' * 20}{str(secret)[1:]} relative;"
+        "ln -s directory chain; mkdir sub; ln -s ../directory sub/link"
+    )
+    for path in ("absolute", "directory/secret", "directory/planted", "relative", "chain/secret", "sub/link/secret"):
+        await try_all(bench, box, path)
+        assert untouched(secret)
+
+
+@needs_programs
+async def test_a_link_that_leads_to_itself_leads_nowhere(bench: Bench) -> None:
+    box = await bench.open()
+    await box.run("ln -s loop loop; ln -s b a; ln -s a b")
+    for path in ("loop", "loop/x", "a/x"):
+        with pytest.raises(FileFailed):
+            await box.read(path)
+
+
+@needs_programs
+async def test_links_inside_a_sandbox_are_followed(bench: Bench) -> None:
+    box = await bench.open()
+    await box.run("mkdir -p v1/data; echo one > v1/data/file; ln -s v1 now; ln -s ../v1/data/file v1/link")
+    assert await box.read("now/data/file") == b"one\n"
+    assert await box.read("v1/link") == b"one\n"
+    await box.write("now/data/new", b"two")
+    assert await box.read("v1/data/new") == b"two"
+    assert await box.names("now/data") == ["file", "new"]
+
+
+async def test_a_tar_puts_nothing_outside(bench: Bench, secret: Path) -> None:
+    box = await bench.open()
+    link = tarfile.TarInfo("out")
+    link.type, link.linkname = tarfile.SYMTYPE, str(secret.parent)
+    for members in (
+        [tarfile.TarInfo("../" * 20 + str(secret)[1:])],
+        [tarfile.TarInfo(f"{secret.parent}/planted")],
+        [link, tarfile.TarInfo("out/planted"), tarfile.TarInfo("out/secret")],
+    ):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            for member in members:
+                member.size = 7 if member.isreg() else 0
+                tar.addfile(member, io.BytesIO(b"planted"))
+        packed.seek(0)
+        with contextlib.suppress(FileFailed):
+            await bench.manager.unpack(box.name, "here", packed)
+        assert untouched(secret)
