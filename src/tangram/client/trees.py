@@ -1,18 +1,20 @@
 """Trees: files and directories of this machine as a tar, and back.
 
 Owns both directions. What comes from a sandbox is hostile: promises that unpacking writes nothing outside the target,
-replaces nothing that is there, makes no device, and no link that leads out of the target.
+replaces nothing that is there, makes no device, and no link that leads out of the target, and takes no more of the disk
+than came.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import posixpath
 import secrets
 import shutil
 import tarfile
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from tangram.errors import FileFailed
@@ -21,6 +23,8 @@ MEMORY_BYTES_MAX = 64 << 20
 """Of a tar in the making; larger ones go to a temporary file."""
 ENTRIES_MAX = 1_000_000
 NAME_BYTES_MAX = 4096
+DEPTH_MAX = 200
+"""Of directories in directories: making and deleting them goes down as deep."""
 
 
 def pack_tree(source: Path) -> BinaryIO:
@@ -66,8 +70,11 @@ def _unpack(tar: BinaryIO, aside: Path) -> str:
     links: list[tuple[str, str]] = []
     top = ""
     with tarfile.open(fileobj=tar, mode="r|") as reader:
-        for number, member in enumerate(reader):
-            if number >= ENTRIES_MAX:
+        left = ENTRIES_MAX
+        while (member := reader.next()) is not None:
+            reader.members.clear()  # type: ignore[attr-defined]  # it would remember all of them
+            left -= 1
+            if left < 0:
                 raise FileFailed(member.name[:200], f"is one of more than {ENTRIES_MAX} entries")
             name = _safe_name(member.name)
             top = top or name.split("/")[0]
@@ -82,26 +89,26 @@ def _unpack(tar: BinaryIO, aside: Path) -> str:
             elif member.islnk():
                 source = aside / _safe_name(member.linkname)
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, aside / name, follow_symlinks=False)
+                os.link(source, aside / name, follow_symlinks=False)
     for name, leads_to in links:
-        if _stays_below(top, name, leads_to) and not os.path.lexists(aside / name):
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            os.symlink(leads_to, aside / name)
-    _drop_links_out(aside / top, [aside / name for name, _ in links])
+        if _stays_below(top, name, leads_to):
+            _make_link(aside, name, leads_to)
     if not top or not os.path.lexists(aside / top):
         raise FileFailed(top or "the tree", "holds nothing that can be unpacked")
     return top
 
 
-def _drop_links_out(top: Path, links: list[Path]) -> None:
-    """By its words a link may stay inside and yet lead out, by way of another one."""
-    inside = top.resolve()
-    for link in links:
-        if link.is_symlink() and not link.resolve().is_relative_to(inside):
-            link.unlink()
+def _make_link(aside: Path, name: str, leads_to: str) -> None:
+    """Unless something is there, or its place lies beyond another link: there its words would mean something else."""
+    place = aside / name
+    if not os.path.lexists(place) and not any(os.path.islink(aside / above) for above in PurePosixPath(name).parents):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(leads_to, place)
 
 
 def _write_file(reader: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
+    if member.issparse():
+        raise FileFailed(member.name[:200], "has holes, which may be larger than any disk")
     place.parent.mkdir(parents=True, exist_ok=True)
     content = reader.extractfile(member)
     assert content is not None
@@ -113,14 +120,20 @@ def _write_file(reader: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -
 def _safe_name(name: str) -> str:
     parts = name.strip("/").split("/")
     plain = all(part not in ("", ".", "..") for part in parts)
+    if len(parts) > DEPTH_MAX:
+        raise FileFailed(f"{name[:200]}...", f"lies more than {DEPTH_MAX} directories deep")
     if name.startswith("/") or not plain or "\0" in name or len(os.fsencode(name)) > NAME_BYTES_MAX:
         raise FileFailed(name[:200], "is no name that a tree may hold")
     return "/".join(parts)
 
 
 def _stays_below(top: str, name: str, leads_to: str) -> bool:
-    """Whether a link leads to something inside the tree, by its words."""
+    """Whether a link leads to something inside the tree, by its words. They go up first and then down: what they name
+    may be a link again, but one that is judged by the same rule, and no way up comes after it."""
     if not leads_to or leads_to.startswith("/") or "\0" in leads_to:
+        return False
+    parts = leads_to.split("/")
+    if ".." in itertools.dropwhile(lambda part: part == "..", parts):
         return False
     end = posixpath.normpath(posixpath.join(posixpath.dirname(name), leads_to))
     return end == top or end.startswith(f"{top}/")

@@ -103,11 +103,14 @@ class ImageStore:
         self._images, self._cache = self.root / "images", self.root / "cache"
         self._lock_by_part: dict[Path, int] = {}
         self._host: Image | None = None
-        self.root.mkdir(parents=True, exist_ok=True)
-        # What is in layers is no business of other users of the machine.
-        os.chmod(self.root, 0o700)
-        for folder in (self._layers, self._locks, self._images, self._cache):
-            folder.mkdir(exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            # What is in layers is no business of other users of the machine.
+            os.chmod(self.root, 0o700)
+            for folder in (self._layers, self._locks, self._images, self._cache):
+                folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ManagerError(f"images cannot be kept at {self.root}: {error}", retry=False) from error
 
     # ---- images by name ----
 
@@ -282,6 +285,12 @@ class ImageStore:
         os.chmod(part, 0o755)
         os.chown(part, SANDBOX_UID, SANDBOX_UID)
         return part
+
+    def require_sealable(self, name: str, base: Image) -> None:
+        """Raises InvalidAction or AdmissionRefused before anything is copied, rather than when it is sealed."""
+        _require_name(name)
+        layer = str(self._layers / f"commit-{'0' * LAYER_NAME_CHARS}")
+        _require_layers(msgspec.structs.replace(base, name=name, layers=(layer, *base.layers)))
 
     def seal(self, part: Path, *, name: str, base: Image) -> Image:
         """A layer that is whole now, as the image `name` on top of `base`. If it fails, the part is still there."""

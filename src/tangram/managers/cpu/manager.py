@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Self
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
-from tangram.errors import InvalidAction, ManagerError
+from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
 from tangram.managers.base import Lease, Output
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.filing import Filing
@@ -127,8 +127,10 @@ class SandboxManager:
             self._owner.group.delegate()
             await asyncio.to_thread(self._tidy_images, self._owner.orphans)
             await self._running_spawner()
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(self._owner.leave)
+            if isinstance(error, OSError):
+                raise ManagerError(f"the state directory {self._state} cannot be used: {error}", retry=False) from error
             raise
         return self
 
@@ -191,7 +193,12 @@ class SandboxManager:
         if isinstance(work, Prepare):
             return _Errand(self._prepare(work.spec, self.images.get(work.spec.image)))
         assert isinstance(work, Commit)
-        return _Errand(self._commit(self._found(name), work.image))
+        sandbox = self._found(name)
+        try:
+            self.images.require_sealable(work.image, sandbox.image)
+        except AdmissionRefused as error:
+            raise ManagerError(str(error), retry=False) from error
+        return _Errand(self._commit(sandbox, work.image))
 
     def _found(self, name: str) -> Sandbox:
         sandbox = self._sandboxes.get(name)
@@ -303,21 +310,18 @@ class SandboxManager:
         assert self._owner is not None
         spawning = await self._running_spawner()
         layer = self.images.new_layer()
-        sandbox.hold_still()
         try:
-            await spawning.request("copy", box=sandbox.box, source=f"{sandbox.directory}/upper", target=str(layer))
+            try:
+                sandbox.hold_still()
+                await spawning.request("copy", box=sandbox.box, source=f"{sandbox.directory}/upper", target=str(layer))
+            finally:
+                sandbox.go_on()
+            self._owner.keep_with(image)
+            await asyncio.to_thread(self.images.seal, layer, name=image, base=sandbox.image)
         except BaseException as error:
             await asyncio.to_thread(self.images.discard, layer)
-            if isinstance(error, ManagerError):
+            if isinstance(error, (ManagerError, AdmissionRefused)):
                 return Ended(lost=f"sandbox {sandbox.name} could not be copied: {error}")
-            raise
-        finally:
-            sandbox.go_on()
-        self._owner.keep_with(image)
-        try:
-            await asyncio.to_thread(self.images.seal, layer, name=image, base=sandbox.image)
-        except BaseException:
-            await asyncio.to_thread(self.images.discard, layer)
             raise
         return Ended()
 

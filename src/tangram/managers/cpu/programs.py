@@ -132,6 +132,7 @@ class ProgramLease:
                 cwd=inside(self.work.cwd or self.sandbox.image.cwd or WORKSPACE),
                 groups=self.slot.joins,
                 targets=(0, 1, 2, *extra),
+                told=bool(extra),
             )
         finally:
             os.close(source)
@@ -164,13 +165,25 @@ class ProgramLease:
         await self._stopped.wait()
 
     async def _stop(self) -> None:
-        group = self.slot.group
-        group.signal_all(signal.SIGTERM)
+        """Ask everybody once, whoever turns up later included: the program may still be on its way into the slot."""
+        asked: set[int] = set()
         for _ in range(int(STOP_GRACE_S / LOOK_S)):
-            if not group.processes():
-                break
+            there = self.slot.group.processes()
+            if not there and self._has_ended():
+                return
+            for pid in there:
+                if pid not in asked:
+                    asked.add(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
             await asyncio.sleep(LOOK_S)
         await self.sandbox.kill(self.slot)
+        while not self._has_ended():
+            await asyncio.sleep(LOOK_S)
+            await self.sandbox.kill(self.slot)
+
+    def _has_ended(self) -> bool:
+        return self._program is None or self._program.has_ended
 
     def _starvation(self) -> float:
         """Seconds for which it waited for CPU while it had less than its reserve."""
@@ -190,7 +203,7 @@ class ProgramLease:
         try:
             code = await self._end()
         except ManagerError as error:
-            lost = str(error)
+            lost = f"sandbox {self.sandbox.name} is gone" if self.sandbox.is_ending() else str(error)
         ended_at = self._loop.time()
         if self._stopped is not None:
             await self._stopped.wait()
@@ -323,6 +336,9 @@ class SessionLease(ProgramLease):
             return self._status.result() if self._status.done() else await shell_ended
         finally:
             shell_ended.cancel()
+
+    def _has_ended(self) -> bool:
+        return self._session is None or self._session.has_ended
 
     def _session_ended(self) -> bool:
         held = self.sandbox.sessions.get(self.work.session)

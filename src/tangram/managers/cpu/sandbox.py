@@ -32,6 +32,8 @@ BACKGROUND_RESERVE = 10
 """Milli-cores, as weight: what was left running yields to actions."""
 MOVE_ROUNDS_MAX = 100
 """A process that waits for its quota is not yet frozen, and may fork once more."""
+DISCARDED_MAX = 64
+"""Streams that are read though nobody wants them: each is a descriptor of the owner. The oldest are closed."""
 KILL_PAUSE_S = 0.002
 KILL_ROUNDS_MAX = 5000
 """A process in the middle of a system call, such as a write to a slow disk, ends after it."""
@@ -227,7 +229,10 @@ class Sandbox:
 
     def discard(self, streams: Iterable[Stream]) -> None:
         """Go on reading what nobody wants, so that whoever still writes there can."""
-        self._discarding = [stream for stream in (*self._discarding, *streams) if stream.open]
+        kept = [stream for stream in (*self._discarding, *streams) if stream.open]
+        for stream in kept[:-DISCARDED_MAX]:
+            stream.close()
+        self._discarding = kept[-DISCARDED_MAX:]
 
     def close_descriptors(self) -> None:
         for session in self.sessions.values():

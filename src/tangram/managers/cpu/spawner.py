@@ -77,6 +77,8 @@ LOW_FDS = 16
 FIRST_TO_GO = b"500"
 """When the memory of a sandbox is used up, a program of it is killed rather than the sandbox."""
 
+DESCRIPTORS_MAX = 1 << 16
+"""Of the spawner: some ten for each sandbox. Children close all below this."""
 FILES_MIN = 128
 """Descriptors that a runner needs, however few its program may have."""
 
@@ -218,7 +220,7 @@ class Spawner:
             else:
                 _REQUESTS[request["do"]](self, request, fds)
         except (OSError, StepFailed) as error:
-            self._reply(request["id"], error=str(error))
+            self._send({"exit" if order else "id": request["id"], "error": str(error)})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -338,7 +340,7 @@ class Spawner:
             os.dup2(init, INIT)
             os.dup2(self._filter_file(), FILTER)
             os.close(ORDER)
-            os.closerange(FILTER + 1, 1 << 16)
+            os.closerange(FILTER + 1, DESCRIPTORS_MAX)
             os.execve(request["argv"][0], request["argv"], request["env"])
         except BaseException as error:
             os.write(2, str(error).encode(errors="replace"))
@@ -383,7 +385,7 @@ class Spawner:
                 os.dup2(status, 2)
                 _die_with(spawner)
                 _call("joining the mounts", _libc.setns(box.holder_fd, CLONE_NEWNS))
-                os.closerange(3, 1 << 16)
+                os.closerange(3, DESCRIPTORS_MAX)
                 words = ["cp", "--archive", "--reflink=auto", "--", f"{request['source']}/.", request["target"]]
                 os.execvp("cp", words)
             except BaseException as error:
@@ -408,8 +410,8 @@ class Spawner:
     # ---- runners ----
 
     def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
-        """Have a runner carry out an order, which is handed on as it came. The reply comes when it has the order; for a
-        program `exit` follows when it has ended, for file work with what came of it."""
+        """Have a runner carry out an order, which is handed on as it came. `exit` tells what came of it; who wants to
+        know who carries it out is told that first."""
         box = self._box(request["box"])
         groups = request["groups"]
         runner = self._take_runner(box)
@@ -427,7 +429,8 @@ class Spawner:
         runner.ordered_s = time.monotonic()
         self._ordered[runner.number] = runner
         os.kill(runner.pid, signal.SIGCONT)
-        self._reply(runner.number, pid=runner.pid)
+        if request["told"]:
+            self._reply(runner.number, pid=runner.pid)
         self._want_spare(box.name)
         self._collect(runner.channel.detach(), functools.partial(self._heard, runner))
 
@@ -614,7 +617,7 @@ def _enter(box: Box) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    os.closerange(ORDER + 1, 1 << 16)
+    os.closerange(ORDER + 1, DESCRIPTORS_MAX)
     for name, value in box.rlimits.items():
         least = max(value, FILES_MIN) if name == "nofile" else value
         resource.setrlimit(RLIMITS[name], (least, least))
@@ -796,6 +799,8 @@ def main() -> None:
     """`python -I -S spawner.py FD`: the descriptor of a SOCK_SEQPACKET socket whose other end the owner holds."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, DESCRIPTORS_MAX), most))
     given = int(sys.argv[1])
     moved = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, LOW_FDS)
     os.close(given)

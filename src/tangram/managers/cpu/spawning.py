@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class Program:
     def __init__(self, number: int, pid: int, ended: asyncio.Future[Message]) -> None:
         self.number = number
         self.pid = pid
+        """0 if nobody asked."""
         self._ended = ended
 
     @property
@@ -83,8 +85,12 @@ class Spawning:
         self._socket = mine
         with its:
             words = [sys.executable, "-I", "-S", str(PROGRAM), str(its.fileno())]
-            # A process group of its own: Ctrl-C in a terminal is for the owner, who then ends the spawner.
-            self._process = subprocess.Popen(words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, process_group=0)
+            # A process group of its own: Ctrl-C in a terminal is for the owner, who then ends the spawner. As it forks
+            # into sandboxes, it knows nothing of the owner's environment but where programs are.
+            env = {"PATH": os.environ.get("PATH", os.defpath)}
+            self._process = subprocess.Popen(
+                words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, process_group=0, env=env
+            )
         asyncio.get_running_loop().add_reader(mine, self._on_readable)
 
     async def stop(self) -> None:
@@ -106,11 +112,12 @@ class Spawning:
 
     async def execute(
         self, box: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
-        targets: tuple[int, ...] = (0, 1, 2),
+        targets: tuple[int, ...] = (0, 1, 2), told: bool = False,
     ) -> Program:  # fmt: skip
-        """Returns when the program is in its groups and about to be executed."""
+        """Have a program executed: it is on its way then, and what comes of it is told at its end. `told`: wait until
+        it is known which process it is."""
         order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets}
-        return await self._give(box, groups, order, fds)
+        return await self._give(box, groups, order, fds, told=told)
 
     async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:
         """Raises ExecFailed for what the sandbox refused."""
@@ -121,49 +128,48 @@ class Spawning:
             self._abandon(program.number)
             raise
 
-    async def _give(self, box: str, groups: list[str], order: Message, fds: list[int]) -> Program:
+    async def _give(
+        self, box: str, groups: list[str], order: Message, fds: list[int], *, told: bool = False
+    ) -> Program:
         number = self._next()
         ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._exits[number] = ended
+        request = {"id": number, "do": order["do"], "box": box, "groups": groups, "told": told}
+        data = json.dumps(request).encode() + b"\n" + json.dumps(order, ensure_ascii=False).encode()
+        waiting = self._expect(number) if told else None
         try:
-            reply = await self._ask(number, {"do": order["do"], "box": box, "groups": groups}, order, fds)
+            await self._send(data, fds)
+            pid = 0 if waiting is None else int(_checked(await self._first(waiting, ended))["pid"])
         except BaseException:
             self._exits.pop(number, None)
+            self._abandon(number)
             raise
-        return Program(number, int(reply["pid"]), ended)
+        finally:
+            self._waiting.pop(number, None)
+        return Program(number, pid, ended)
+
+    async def _first(self, waiting: asyncio.Future[Message], ended: asyncio.Future[Message]) -> Message:
+        await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() else ended.result()
 
     async def request(self, do: str, **fields: Any) -> Message:
         """Something for the spawner itself."""
-        return await self._ask(self._next(), {"do": do, **fields})
+        number = self._next()
+        waiting = self._expect(number)
+        try:
+            await self._send(json.dumps({"id": number, "do": do, **fields}).encode(), [])
+            return _checked(await waiting)
+        finally:
+            self._waiting.pop(number, None)
 
     def _next(self) -> int:
         self._number += 1
         return self._number
 
-    async def _ask(
-        self, number: int, request: Message, order: Message | None = None, fds: list[int] | None = None
-    ) -> Message:
-        """`order`: for a process inside a sandbox, to which the spawner hands it on."""
-        if self._socket is None:
-            raise ManagerError("the spawner is gone")
-        data = json.dumps({"id": number, **request}).encode()
-        if order is not None:
-            data += b"\n" + json.dumps(order, ensure_ascii=False).encode()
-        if len(data) > MESSAGE_BYTES_MAX:
-            limit = f"at most {MESSAGE_BYTES_MAX} bytes with its environment; write a file and run that"
-            raise InvalidAction("command", f"{len(data)} bytes", limit)
+    def _expect(self, number: int) -> asyncio.Future[Message]:
         waiting: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiting
-        try:
-            await self._send(data, fds or [])
-            reply = await waiting
-        except asyncio.CancelledError:
-            if order is not None:
-                self._abandon(number)
-            raise
-        finally:
-            self._waiting.pop(number, None)
-        return _checked(reply)
+        return waiting
 
     def _abandon(self, number: int) -> None:
         """Nobody waits for this order any more: whoever carries it out is killed."""
@@ -173,6 +179,9 @@ class Spawning:
                 self._socket.send(json.dumps(message).encode())
 
     async def _send(self, data: bytes, fds: list[int]) -> None:
+        if len(data) > MESSAGE_BYTES_MAX:
+            limit = f"at most {MESSAGE_BYTES_MAX} bytes with its environment; write a file and run that"
+            raise InvalidAction("command", f"{len(data)} bytes", limit)
         while True:
             if self._socket is None:
                 raise ManagerError("the spawner is gone")
