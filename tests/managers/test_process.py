@@ -18,7 +18,8 @@ from tests.contracts.conftest import DEADLINE_S, Bench, alive, process, until
 from tangram.core.demand import CORE
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers import process as module
-from tangram.managers.process import DEPTH_MAX, ProcessManager
+from tangram.managers.process import ProcessManager
+from tangram.managers.process.files import DEPTH_MAX
 from tangram.managers.process_tree import SANDBOX_MARK, Census, Kin, look_up, send
 from tangram.managers.work import MIB, Commit, Open, Prepare, SandboxSpec
 
@@ -220,7 +221,8 @@ async def test_a_process_whose_first_thread_has_ended_is_ended_too(bench: Bench,
 @scenario
 async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
-    pid = int(await box.says("sleep 1000 > /dev/null 2>&1 & kill -STOP $!; echo $!"))
+    stopped = "until grep -q 'State:.T' /proc/$!/status; do :; done"
+    pid = int(await box.says(f"sleep 1000 > /dev/null 2>&1 & kill -STOP $!; {stopped}; echo $!"))
     await box.says("echo next")
     async with box.awake():
         found = look_up(pid)

@@ -1,4 +1,4 @@
-"""Streams: what programs of the process backend write, what they read, and the talk with a held shell.
+"""Streams: what programs write, what they read, and the talk with a held shell.
 
 Owns our ends of all these pipes. Promises that what a program wrote before it ended is read, that one which nobody
 listens to any more can still write, that nothing here ever waits, and that no descriptor outlives its stream.

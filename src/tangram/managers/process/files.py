@@ -1,0 +1,308 @@
+"""Files of a process sandbox: a directory that no path leads out of.
+
+Owns every step from a path of the caller to a file. Promises that whatever links a program makes meanwhile, nothing
+outside the workspace is read, written or deleted: directories are walked one by one, by descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import posixpath
+import secrets
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+from tangram.errors import FileFailed
+from tangram.managers.work import (
+    WORKSPACE,
+    Entry,
+    inside,
+)
+
+LINKS_MAX = 40
+"""Followed on the way to one file, as the kernel has it."""
+ENTRIES_MAX = 100_000
+"""Of one listing."""
+DEPTH_MAX = 200
+"""Of a tree that is packed: each level costs a descriptor."""
+COPY_BYTES = 1 << 20
+
+
+class Workspace:
+    """The files of one sandbox.
+
+    Programs may change directories into links at any moment, so no path is ever handed to the kernel as a whole: every
+    step opens one name below a directory that is held open, and never follows a link there. Links are read and walked
+    by the same rule; one that leads out of the workspace is refused. All of it blocks: it is called in a thread.
+    """
+
+    def __init__(self, directory: Path, aside: Path, bytes_max: int) -> None:
+        self.directory = directory
+        self._aside = aside
+        """On the same file system, and nowhere that paths of the sandbox lead: for what is not whole yet."""
+        self._bytes_max = bytes_max
+        """Of one file."""
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        with _told(path), self._at(path) as (parent, name), _opened(name, parent, os.O_PATH) as fd:
+            size = _size_of_regular(fd)
+            if size > bytes_max:
+                raise FileFailed(path, f"has {size} bytes, more than the {bytes_max} that were asked for")
+            with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+                content = bytearray()
+                while len(content) <= bytes_max and (data := file.read(COPY_BYTES)):
+                    content += data
+            if len(content) > bytes_max:
+                raise FileFailed(path, f"grew above the {bytes_max} bytes that were asked for")
+            return bytes(content)
+
+    def write(self, path: str, content: bytes, mode: int) -> None:
+        with _told(path), self._at(path, make=True, follow=False) as (parent, name):
+            if len(content) > self._bytes_max:
+                raise FileFailed(path, f"{len(content)} bytes are more than the disk of the sandbox, {self._bytes_max}")
+            with self._part() as part:
+                part.write(content)
+                self._put(part, mode, parent, name)
+
+    def entries(self, path: str) -> list[Entry]:
+        found: list[Entry] = []
+        with (
+            _told(path),
+            self._at(path) as (parent, name),
+            _opened(name, parent, os.O_DIRECTORY) as fd,
+            os.scandir(fd) as scan,
+        ):
+            for entry in scan:
+                if len(found) >= ENTRIES_MAX:
+                    raise FileFailed(path, f"has more than {ENTRIES_MAX} entries; list it with a program")
+                with contextlib.suppress(FileNotFoundError):  # it vanished meanwhile
+                    found.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
+        return sorted(found, key=lambda entry: entry.name)
+
+    def take_away(self, path: str) -> Path:
+        """Move a file or a tree out of the workspace at one stroke. Returns where it is now."""
+        with _told(path), self._at(path, follow=False) as (parent, name):
+            if name == ".":
+                raise FileFailed(path, "a directory that is the workspace or stands above it cannot be deleted")
+            away = self._aside / secrets.token_hex(8)
+            os.rename(name, away, src_dir_fd=parent)
+            return away
+
+    def pack(self, path: str, into: BinaryIO, bytes_max: int) -> None:
+        """Names start with that of the file or directory. Sockets, pipes and devices are left out."""
+        with _told(path), self._at(path, follow=False) as (parent, name):
+            bounded = cast(IO[bytes], _Bounded(path, into, bytes_max))  # of a stream, a tar only needs `write`
+            with tarfile.open(fileobj=bounded, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+                top = posixpath.basename(posixpath.normpath(inside(path))) if name == "." else name
+                _pack(tar, path, parent, name, top, DEPTH_MAX)
+
+    def unpack(self, path: str, source: BinaryIO) -> None:
+        with _told(path), tarfile.open(fileobj=source, mode="r|") as tar:
+            self._make_directory(path)
+            for member in tar:
+                if member.name.startswith("/") or ".." in member.name.split("/"):
+                    raise FileFailed(path, f"the tar has {member.name!r}, which leads out of the directory")
+                self._unpack_one(tar, member, path)
+
+    def _unpack_one(self, tar: tarfile.TarFile, member: tarfile.TarInfo, base: str) -> None:
+        path = f"{base}/{member.name}"
+        if member.isdir():
+            self._make_directory(path, member.mode)
+            return
+        with self._at(path, make=True, follow=False) as (parent, name):
+            if member.isreg():
+                source = tar.extractfile(member)
+                assert source is not None
+                if member.size > self._bytes_max:
+                    raise FileFailed(path, f"{member.size} bytes are more than the disk, {self._bytes_max}")
+                with self._part() as part:
+                    shutil.copyfileobj(source, part, COPY_BYTES)
+                    self._put(part, member.mode, parent, name)
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=parent)
+            if member.issym():
+                os.symlink(member.linkname, name, dir_fd=parent)
+            elif member.islnk():
+                with self._at(f"{base}/{member.linkname}", follow=False) as (there, original):
+                    os.link(original, name, src_dir_fd=there, dst_dir_fd=parent, follow_symlinks=False)
+            else:
+                raise FileFailed(path, "is neither a file, a directory nor a link; a sandbox takes nothing else")
+
+    # ---- steps ----
+
+    @contextlib.contextmanager
+    def _at(self, path: str, *, make: bool = False, follow: bool = True) -> Iterator[tuple[int, str]]:
+        """The directory that holds it, opened, and its name there; `.` if the path ends with a directory that was
+        walked into. `make`: directories on the way are made. `follow`: a link at the end is followed too."""
+        ahead = list(reversed(_below_workspace(path)))
+        way = [os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
+        found, links = ".", 0
+        try:
+            while ahead:
+                name = ahead.pop()
+                if name == "..":
+                    self._step_up(path, way)
+                elif (follow or ahead) and (target := _link(name, way[-1])) is not None:
+                    links += 1
+                    if links > LINKS_MAX:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                    ahead += reversed(self._turn_to(path, target, way))
+                elif ahead:
+                    way.append(_step_down(name, way[-1], make))
+                else:
+                    found = name
+            yield way[-1], found
+        finally:
+            for fd in way:
+                os.close(fd)
+
+    def _step_up(self, path: str, way: list[int]) -> None:
+        if len(way) == 1:
+            raise FileFailed(path, f"leads out of {WORKSPACE}; the process backend has no files outside it")
+        os.close(way.pop())
+
+    def _turn_to(self, path: str, target: str, way: list[int]) -> list[str]:
+        """Where a link leads: names from the end of the way, which starts anew if the link is absolute."""
+        if target.startswith("/"):
+            home = f"{self.directory}/"
+            if not f"{target}/".startswith(home):
+                raise FileFailed(path, f"a link on the way leads out of {WORKSPACE}")
+            while len(way) > 1:
+                os.close(way.pop())
+            target = target[len(home) :]
+        return _names(target)
+
+    def _make_directory(self, path: str, mode: int | None = None) -> None:
+        with self._at(path, make=True) as (parent, name):
+            made = _step_down(name, parent, make=True)
+            try:
+                if mode is not None:
+                    os.chmod(f"/proc/self/fd/{made}", (mode & 0o777) | stat.S_IRWXU)
+            finally:
+                os.close(made)
+
+    @contextlib.contextmanager
+    def _part(self) -> Iterator[IO[bytes]]:
+        """A file that is not whole yet, and is gone afterwards unless it was put in its place."""
+        path = self._aside / secrets.token_hex(8)
+        try:
+            with open(path, "xb", buffering=0) as part:
+                yield part
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _put(self, part: IO[bytes], mode: int, parent: int, name: str) -> None:
+        if name == ".":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        os.fchmod(part.fileno(), mode & 0o777)
+        os.replace(part.name, name, dst_dir_fd=parent)
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    """What the file system refuses, as the failure of this path."""
+    try:
+        yield
+    except OSError as error:
+        raise FileFailed(path, error.strerror or str(error)) from error
+    except tarfile.TarError as error:
+        raise FileFailed(path, f"is not a tar that can be read: {error}") from error
+
+
+def _below_workspace(path: str) -> list[str]:
+    absolute = inside(path)
+    if not f"{absolute}/".startswith(f"{WORKSPACE}/"):
+        raise FileFailed(path, f"is outside {WORKSPACE}; the process backend has no file system of its own there")
+    return _names(absolute[len(WORKSPACE) :])
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in path.split("/") if name not in ("", ".")]
+
+
+def _link(name: str, parent: int) -> str | None:
+    """Where a link leads; None if it is none."""
+    try:
+        return os.readlink(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOENT):
+            return None
+        raise
+
+
+def _step_down(name: str, parent: int, make: bool) -> int:
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if make and name != ".":
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o755, dir_fd=parent)
+    return os.open(name, flags, dir_fd=parent)
+
+
+@contextlib.contextmanager
+def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _size_of_regular(fd: int) -> int:
+    """What is no regular file (a device, a pipe that never ends) is not read."""
+    found = os.fstat(fd)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file")
+    return found.st_size
+
+
+def _entry(name: str, found: os.stat_result) -> Entry:
+    kind = {stat.S_IFREG: "file", stat.S_IFDIR: "dir", stat.S_IFLNK: "link"}.get(stat.S_IFMT(found.st_mode), "other")
+    # A name may hold any bytes; the record travels as text.
+    shown = name.encode(errors="surrogateescape").decode(errors="replace")
+    return Entry(name=shown, kind=kind, bytes=found.st_size, mode=stat.S_IMODE(found.st_mode))
+
+
+def _pack(tar: tarfile.TarFile, path: str, parent: int, name: str, shown: str, depth: int) -> None:
+    found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    member = tarfile.TarInfo(shown)
+    member.mode, member.mtime = stat.S_IMODE(found.st_mode), found.st_mtime
+    if stat.S_ISLNK(found.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=parent)
+        tar.addfile(member)
+    elif stat.S_ISREG(found.st_mode):
+        with _opened(name, parent, 0) as fd, open(fd, "rb", closefd=False) as file:
+            member.size = _size_of_regular(fd)
+            tar.addfile(member, file)
+    elif stat.S_ISDIR(found.st_mode):
+        if not depth:
+            raise FileFailed(path, f"is deeper than {DEPTH_MAX} directories; pack it with a program")
+        member.type = tarfile.DIRTYPE
+        tar.addfile(member)
+        with _opened(name, parent, os.O_DIRECTORY) as fd:
+            for below in sorted(os.listdir(fd)):
+                _pack(tar, path, fd, below, f"{shown}/{below}", depth - 1)
+
+
+class _Bounded:
+    """Where a tar goes, up to a number of bytes."""
+
+    def __init__(self, path: str, into: BinaryIO, bytes_max: int) -> None:
+        self._path = path
+        self._into = into
+        self._bytes_max = bytes_max
+        self._left = bytes_max
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise FileFailed(self._path, f"is larger than {self._bytes_max} bytes as a tar")
+        return self._into.write(data)
