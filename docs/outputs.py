@@ -1,7 +1,8 @@
 """The outputs in the documentation: `python docs/outputs.py` runs what they come from and pastes them anew.
 
 A comment before a block marks it. Everything runs in one temporary directory, page by page and from top to bottom, so
-a file that a block writes is there for the next; a command that was run before is not run again.
+a file that a block writes is there for the next; a command that was run before is not run again. Some of it opens real
+sandboxes, which needs root; they have their state in that directory too.
 
     <!-- run -->              a console block: its commands are run, their output is not shown
     <!-- output -->           a console block: below each `$ command` stands what it prints
@@ -101,6 +102,7 @@ def _run_python(text: str, program: types.ModuleType, directory: Path) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
+        os.environ["TANGRAM_STATE"] = f"{directory}/state"
         shell = Shell(Path(directory))
         (shell.directory / "build").mkdir()
         for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:

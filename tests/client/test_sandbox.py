@@ -275,3 +275,30 @@ def test_the_same_without_await(tmp_path: Path, connected: Connected) -> None:
 def test_a_connection_that_cannot_be_meant_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidConfig):
         connect(**options)  # type: ignore[arg-type]
+
+
+def test_closing_ends_what_still_runs_and_does_not_wait_for_those_who_hold_all_cores(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as other:
+            async with t.sandbox(memory="128MiB") as box:
+                mine = await box.start("sleep 60", cpus=0.5)
+                await other.start("sleep 60", cpus=1.5)
+            assert (await mine.wait()).status is Status.CANCELLED
+            assert (await box.exec("true")).status is Status.REFUSED
+
+    connected(test, cores=2)
+
+
+def test_a_sandbox_is_closed_even_if_nothing_is_granted_any_more(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.client.sandbox.CLOSE_WAIT_S", 0.2)
+
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as greedy:
+            async with t.sandbox(memory="128MiB"):
+                server = await greedy.start("sleep 60", cpus=2)
+            assert len((await greedy.list("/work"))) == 0
+            await server.stop()
+
+    connected(test, cores=2)

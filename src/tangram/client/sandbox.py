@@ -20,7 +20,7 @@ from tangram.client.result import Result, result_of
 from tangram.client.sizes import Cpus, amounts, in_bytes
 from tangram.client.transport import Pending, Transport
 from tangram.client.trees import pack_tree, unpack_tree
-from tangram.core.action import PRIORITY_MAX, Action
+from tangram.core.action import PRIORITY_MAX, Action, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.speedup import Speedup
 from tangram.errors import SessionEnded
@@ -31,6 +31,8 @@ FILE_BYTES_MAX = 256 * MIB
 """Of one `read`, unless the caller says otherwise."""
 TREE_BYTES_MAX = 2048 * MIB
 """Of one `download`."""
+CLOSE_WAIT_S = 10.0
+"""Until closing no longer waits for its turn."""
 OPEN_CORES, CLOSE_CORES, COMMIT_CORES = 0.2, 0.1, 0.5
 """Cores that opening, closing and sealing are granted: a few milliseconds of work each."""
 
@@ -68,6 +70,8 @@ class Sandbox:
         self._opened = opened
         """Told when it has been opened."""
         self._numbers = count(1)
+        self._under_way: dict[Pending, None] = {}
+        """Programs that have not settled."""
 
     # ---- its life ----
 
@@ -88,15 +92,24 @@ class Sandbox:
         await self.close()
 
     async def close(self) -> None:
-        """End everything in it; its files are forgotten."""
+        """End everything in it, also what still runs; its files are forgotten."""
+        for pending in list(self._under_way):
+            pending.cancel()
+            await pending.settled()
+        action = self._action(
+            "close", Demand({CPU: cores(CLOSE_CORES)}), idempotent=True, priority=PRIORITY_MAX, deadline_s=CLOSE_WAIT_S
+        )
         try:
-            await self._errand("close", Close(), CLOSE_CORES, priority=PRIORITY_MAX)
+            settled = await self._transport.submit(action, Close()).settled()
+            if settled.outcome.status is not Status.SUCCEEDED:
+                # An action like others, but one that does not wait for ever: somebody may hold all cores.
+                await self._transport.discard(self.name)
         finally:
             self._transport.release(self.name)
 
-    async def _errand(self, kind: str, work: Work, size: float, priority: int = 0) -> None:
+    async def _errand(self, kind: str, work: Work, size: float) -> None:
         """Work of ours on the sandbox: it succeeds, or raises what kept it from that."""
-        action = self._action(kind, Demand({CPU: cores(size)}), idempotent=True, priority=priority)
+        action = self._action(kind, Demand({CPU: cores(size)}), idempotent=True)
         settled = await self._transport.submit(action, work).settled()
         result_of(kind, settled.outcome, settled.executed or _DONE).check()
 
@@ -189,7 +202,10 @@ class Sandbox:
 
     def _submit(self, action: Action, work: Exec, on_output: OnOutput | None) -> Pending:
         output = None if on_output is None else lambda stream, data: on_output(_STREAMS[stream], data)
-        return self._transport.submit(action, work, output)
+        pending = self._transport.submit(action, work, output)
+        self._under_way[pending] = None
+        pending.when_settled(lambda: self._under_way.pop(pending, None))
+        return pending
 
     # ---- files ----
 

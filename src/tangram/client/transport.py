@@ -7,6 +7,7 @@ of the managers. LocalTransport is an orchestrator inside this process.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -29,6 +30,8 @@ class Pending(Protocol):
 
     def cancel(self) -> None: ...
 
+    def when_settled(self, tell: Callable[[], object]) -> None: ...
+
 
 class Transport(Protocol):
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending: ...
@@ -38,6 +41,10 @@ class Transport(Protocol):
         ...
 
     def release(self, sandbox: str) -> None: ...
+
+    async def discard(self, sandbox: str) -> None:
+        """End a sandbox at once, outside of every queue."""
+        ...
 
     def files(self, sandbox: str) -> Files: ...
 
@@ -65,6 +72,9 @@ class LocalPending:
     def cancel(self) -> None:
         self._orchestrator.cancel(self._ticket.action.id)
 
+    def when_settled(self, tell: Callable[[], object]) -> None:
+        self._ticket.settled.add_done_callback(lambda _: tell())
+
 
 class LocalTransport:
     def __init__(self, orchestrator: Orchestrator) -> None:
@@ -78,6 +88,9 @@ class LocalTransport:
 
     def release(self, sandbox: str) -> None:
         self.orchestrator.release(sandbox)
+
+    async def discard(self, sandbox: str) -> None:
+        await self.orchestrator.discard(sandbox)
 
     def files(self, sandbox: str) -> Files:
         return self.orchestrator.manager_of(sandbox)

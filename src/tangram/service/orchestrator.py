@@ -20,7 +20,7 @@ import msgspec
 
 from tangram.clock import Clock, WallClock
 from tangram.core.action import NO_USAGE, Action, Outcome, Status
-from tangram.core.demand import CPU
+from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import (
     Cancel,
     Effect,
@@ -45,12 +45,15 @@ from tangram.core.messages import (
 )
 from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
 from tangram.managers.base import Lease, Manager, Output
-from tangram.managers.work import Ended, Executed, Work
+from tangram.managers.work import Close, Ended, Executed, Work
 
 LOOK_FIRST_S = 0.25
 LOOK_MAX_S = 8.0
 """Running actions whose CPU nobody declared are measured after the first, then each time after twice as long, at most
 every so often."""
+
+NOTHING = Demand({CPU: fixed(1)})
+"""Of an action that is never granted anything; a demand cannot be empty."""
 
 Observer = Callable[[float, Event, list[Effect]], None]
 """Sees every event and its effects, in order: a recorder of traces, metrics."""
@@ -198,6 +201,17 @@ class Orchestrator:
     def release(self, sandbox: str) -> None:
         self._node_by_sandbox.pop(sandbox, None)
         self._send(Release(sandbox=sandbox))
+
+    async def discard(self, sandbox: str) -> None:
+        """End a sandbox at once: nobody is asked, and no units are granted for it."""
+        node = self._node_by_sandbox.get(sandbox)
+        if node is None:
+            return  # it was never made
+        action = Action(id=f"discard-{sandbox}", demand=NOTHING, sandbox=sandbox, kind="close")
+        lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
+        ended = await lease.wait()
+        if ended.lost:
+            raise ManagerError(ended.lost)
 
     def manager_of(self, sandbox: str) -> Manager:
         """Where a sandbox is."""

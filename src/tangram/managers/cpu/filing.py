@@ -67,6 +67,7 @@ class Filing:
                         left = left[pipe.write(left) or 0 :]
 
         async with self._gate:
+            self._found(sandbox)
             reader, writer = os.pipe2(os.O_CLOEXEC)
             sent = asyncio.get_running_loop().run_in_executor(self._threads, send, writer)
             try:
@@ -87,6 +88,7 @@ class Filing:
             return total
 
         async with self._gate:
+            self._found(sandbox)
             reader, writer = os.pipe2(os.O_CLOEXEC)
             received = asyncio.get_running_loop().run_in_executor(self._threads, receive, reader)
             failure: FileFailed | None = None

@@ -163,7 +163,9 @@ class SandboxManager:
         """A spawner that died took its sandboxes along; new ones get a new one."""
         if self._spawning is None:
             self._spawning = Spawning(self._on_gone, self._on_spawner_end)
-            await self._spawning.start(filter_program())
+            assert self._owner is not None
+            groups = [os.path.dirname(path) for path in self._owner.group.join_files]
+            await self._spawning.start(filter_program(), groups)
         return self._spawning
 
     def _on_gone(self, box: str, code: int) -> None:
@@ -210,6 +212,8 @@ class SandboxManager:
 
     async def _start_program(self, action: Action, grant: Grant, work: Exec, output: Output | None) -> Lease:
         sandbox = self._found(action.sandbox)
+        if work.session and not sandbox.image.shell.endswith("bash"):
+            raise InvalidAction("session", work.session, f"an image with bash; {sandbox.image.name} has none")
         kind = SessionLease if work.session else ProgramLease
         spawning = await self._running_spawner()
         lease = kind(action.id, grant, work, output, sandbox=sandbox, spawning=spawning, place=self._place)
@@ -226,7 +230,7 @@ class SandboxManager:
     # ---- sandboxes ----
 
     async def _open(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
-        warm = self._warm.take(spec)
+        warm = self._warm.take(spec, image)
         if warm is not None:
             warm.name = name
             self._sandboxes[name] = warm
@@ -293,7 +297,7 @@ class SandboxManager:
         return Ended()
 
     async def _end_sandbox(self, sandbox: Sandbox) -> None:
-        sandbox.wake()
+        sandbox.let_end()
         if not sandbox.gone.done() and self._spawning is not None:
             try:
                 await self._spawning.request("close", box=sandbox.box)

@@ -98,6 +98,8 @@ class ProgramLease:
         self._stopped: asyncio.Event | None = None
         """Given: it was asked to stop; set when nothing of it is left."""
         self._starved_s = 0.0
+        self._delay_before_s = 0.0
+        """For which a held shell had waited for CPU before this command."""
 
     # ---- beginning ----
 
@@ -132,6 +134,7 @@ class ProgramLease:
                 cwd=inside(self.work.cwd or self.sandbox.image.cwd or WORKSPACE),
                 groups=self.slot.joins,
                 targets=(0, 1, 2, *extra),
+                affinity=self.slot.affinity,
                 told=bool(extra),
             )
         finally:
@@ -192,7 +195,7 @@ class ProgramLease:
         lacking = elapsed - had * CORE / max(self._reserved, 1)
         if lacking <= 0.0:
             return 0.0
-        return min(lacking, sum(map(_run_delay_s, self.slot.group.processes())))
+        return max(0.0, min(lacking, sum(map(_run_delay_s, self.slot.group.processes())) - self._delay_before_s))
 
     # ---- ending ----
 
@@ -288,6 +291,7 @@ class SessionLease(ProgramLease):
         else:
             assert session.program is not None
             self.slot.group.adopt([session.program.pid])
+            self._delay_before_s = _run_delay_s(session.program.pid)
             for stream, capture in zip(session.streams, self._captures, strict=True):
                 stream.begin(capture, self._output)
         self._streams = session.streams

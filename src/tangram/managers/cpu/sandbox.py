@@ -46,6 +46,8 @@ class Slot:
         self.group = group
         self.joins = joins
         """A process whose id is written to each of these files is in the slot."""
+        self.affinity: tuple[int, ...] = ()
+        """CPUs that a program must be told itself, where the group cannot say so."""
         self._cpu_s = 0.0
         self._throttled_s = 0.0
         """Of all actions before the present one."""
@@ -85,6 +87,7 @@ class Sandbox:
         self._background: Group | None = None
         self._files: Slot | None = None
         self._frozen = False
+        self._ending = False
         self._holds = 0
         """How many want it to stand still, whoever else wants it to run."""
         self._memory_kills = 0
@@ -136,7 +139,7 @@ class Sandbox:
             if self._holds:
                 slot.group.freeze()
             slot.group.set_cpu(reserved=reserved, limit=limit)
-            slot.group.set_cpus(cpus)
+            slot.affinity = () if slot.group.set_cpus(cpus) else cpus
         except BaseException:
             self._free.append(slot)
             raise
@@ -165,7 +168,7 @@ class Sandbox:
         self._free.append(slot)
         if self._reserved_by_slot:
             self._weigh()
-        elif self._background is not None and not self._frozen:
+        elif self._background is not None and not self._frozen and not self._ending and not self.is_ending():
             self._background.freeze()
             self._frozen = True
 
@@ -191,6 +194,11 @@ class Sandbox:
             if not self._holds:
                 self._background.thaw()
             self._frozen = False
+
+    def let_end(self) -> None:
+        """It is about to be killed: from now on nothing in it is made to stand still, for what does cannot die."""
+        self._ending = True
+        self.wake()
 
     # ---- standing still for a moment ----
 

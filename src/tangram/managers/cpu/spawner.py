@@ -77,6 +77,8 @@ LOW_FDS = 16
 FIRST_TO_GO = b"500"
 """When the memory of a sandbox is used up, a program of it is killed rather than the sandbox."""
 
+END_S_MAX, END_PAUSE_S = 4.0, 0.005
+"""When the owner is gone: until everybody has ended, and between two looks."""
 DESCRIPTORS_MAX = 1 << 16
 """Of the spawner: some ten for each sandbox. Children close all below this."""
 FILES_MIN = 128
@@ -166,12 +168,16 @@ def _namespace(pid: int, kind: str) -> str:
 
 
 class Spawner:
-    def __init__(self, owner: socket.socket) -> None:
+    def __init__(self, owner: socket.socket, owner_died: int) -> None:
+        """`owner_died`: a descriptor that can be read from when the owner has died."""
         self._owner = owner
         self._boxes: dict[str, Box] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(owner, selectors.EVENT_READ, self._on_request)
+        self._selector.register(owner_died, selectors.EVENT_READ, self._on_death)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._groups: list[str] = []
+        """The control groups of the owner: whoever is in one of them ends with the spawner."""
         self._filter: ctypes.Array[ctypes.c_char] | None = None
         self._program: ctypes.Array[ctypes.c_char] | None = None
         self._wanted: OrderedDict[str, None] = OrderedDict()
@@ -203,11 +209,18 @@ class Spawner:
         finally:
             for box in self._boxes.values():
                 box.kill()
+            _end_all(self._groups)
 
     # ---- messages ----
 
+    def _on_death(self, _: object) -> None:
+        raise EOFError
+
     def _on_request(self, _: object) -> None:
-        data, fds, flags, _ = socket.recv_fds(self._owner, MESSAGE_BYTES_MAX, FDS_MAX)
+        try:
+            data, fds, flags, _ = socket.recv_fds(self._owner, MESSAGE_BYTES_MAX, FDS_MAX)
+        except ConnectionResetError:  # it died with replies unread
+            raise EOFError from None
         if not data:
             raise EOFError
         if flags & socket.MSG_TRUNC:
@@ -265,8 +278,9 @@ class Spawner:
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
-    def _set_filter(self, request: Message, fds: list[int]) -> None:
+    def _begin(self, request: Message, fds: list[int]) -> None:
         """Every program from now on runs under this filter: instructions of classic BPF, hexadecimal."""
+        self._groups = request["groups"]
         code = bytes.fromhex(request["filter"])
         self._filter = ctypes.create_string_buffer(code, len(code))
         packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
@@ -529,6 +543,39 @@ class Spawner:
         return runner
 
 
+def _end_all(groups: list[str]) -> None:
+    """Kill whoever is in these control groups, also those that stand still: a process of version 1 that is frozen does
+    not die, and a first process whose holder died too early does not know of it."""
+    deadline = time.monotonic() + END_S_MAX
+    anybody = True
+    while anybody and time.monotonic() < deadline:
+        anybody = False
+        for group in groups:
+            for folder, _, _ in os.walk(group):
+                anybody = _end(folder) or anybody
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):  # a sandbox has not ended while one of it is to be waited for
+                pass
+        time.sleep(END_PAUSE_S if anybody else 0.0)
+
+
+def _end(group: str) -> bool:
+    """One round for one group: whether anybody was there. 0 stands for who is outside of our process namespace, and
+    would mean ourselves."""
+    try:
+        with open(f"{group}/cgroup.procs", encoding="ascii") as file:
+            found = [int(word) for word in file.read().split() if word != "0"]
+    except OSError:
+        return False  # it was removed meanwhile
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name, value in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")) if found else ():
+        with contextlib.suppress(OSError), open(f"{group}/{name}", "r+", encoding="ascii") as file:
+            file.write(value)
+    return bool(found)
+
+
 def _join(pid: int, groups: list[str]) -> None:
     for path in groups:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -561,7 +608,7 @@ def _die_with(parent: int) -> None:
 
 def _reset_signals() -> None:
     """A program inherits what is ignored."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_DFL)
 
 
@@ -642,6 +689,8 @@ def _execute(request: Message, fds: list[int], box: Box) -> Message:
     os.closerange(ORDER + 1, 64)
     for target, fd in zip(request["targets"], above, strict=True):
         os.dup2(fd, target)
+    if request["affinity"]:
+        os.sched_setaffinity(0, request["affinity"])
     try:
         os.chdir(request["cwd"])
     except OSError as error:
@@ -787,7 +836,7 @@ _FILE_WORK: dict[str, Callable[[Message], Any]] = {
 }
 
 _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
-    "filter": Spawner._set_filter,
+    "begin": Spawner._begin,
     "open": Spawner._open,
     "close": Spawner._close,
     "copy": Spawner._copy,
@@ -809,7 +858,11 @@ def main() -> None:
             os.fstat(low)
             continue
         os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    Spawner(socket.socket(fileno=moved)).serve()
+    # The socket ends with the owner, unless a fork of the owner has it too.
+    died_read, died = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.signal(signal.SIGUSR1, lambda *_: os.write(died, b"1"))
+    _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+    Spawner(socket.socket(fileno=moved), died_read).serve()
 
 
 if __name__ == "__main__":

@@ -74,9 +74,10 @@ class Spawning:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, filter_program: bytes) -> None:
+    async def start(self, filter_program: bytes, groups: list[str]) -> None:
+        """`groups`: control groups of which nothing is left when the spawner has ended."""
         self._launch()
-        await self.request("filter", filter=filter_program.hex())
+        await self.request("begin", filter=filter_program.hex(), groups=groups)
 
     def _launch(self) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,11 +113,11 @@ class Spawning:
 
     async def execute(
         self, box: str, fds: list[int], *, argv: list[str], env: dict[str, str], cwd: str, groups: list[str],
-        targets: tuple[int, ...] = (0, 1, 2), told: bool = False,
+        targets: tuple[int, ...] = (0, 1, 2), affinity: tuple[int, ...] = (), told: bool = False,
     ) -> Program:  # fmt: skip
         """Have a program executed: it is on its way then, and what comes of it is told at its end. `told`: wait until
         it is known which process it is."""
-        order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets}
+        order = {"do": "exec", "argv": argv, "env": env, "cwd": cwd, "targets": targets, "affinity": affinity}
         return await self._give(box, groups, order, fds, told=told)
 
     async def file_work(self, box: str, what: str, fds: list[int], groups: list[str], **fields: Any) -> Any:

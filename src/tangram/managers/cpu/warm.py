@@ -6,6 +6,7 @@ was told, and never to hand out one that has ended.
 
 from __future__ import annotations
 
+from tangram.managers.cpu.images import Image
 from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.work import SandboxSpec
 
@@ -16,10 +17,10 @@ class Warm:
         self._kept: list[Sandbox] = []
         """The oldest first."""
 
-    def take(self, spec: SandboxSpec) -> Sandbox | None:
-        """One that was made to this very specification; it is the caller's then."""
+    def take(self, spec: SandboxSpec, image: Image) -> Sandbox | None:
+        """One that was made to this very specification, of this very image; it is the caller's then."""
         for sandbox in self._kept:
-            if sandbox.spec == spec and not sandbox.gone.done():
+            if sandbox.spec == spec and sandbox.image == image and not sandbox.gone.done():
                 self._kept.remove(sandbox)
                 return sandbox
         return None
