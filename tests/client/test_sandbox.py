@@ -298,7 +298,7 @@ def test_a_sandbox_is_closed_even_if_nothing_is_granted_any_more(
         async with t.sandbox(memory="128MiB") as greedy:
             async with t.sandbox(memory="128MiB"):
                 server = await greedy.start("sleep 60", cpus=2)
-            assert len((await greedy.list("/work"))) == 0
+            assert len(await greedy.list("/work")) == 0
             await server.stop()
 
     connected(test, cores=2)

@@ -7,12 +7,12 @@ for their turn like any other.
 from __future__ import annotations
 
 import asyncio
-import io
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self, cast
 
 import msgspec
 
@@ -26,6 +26,7 @@ from tangram.core.speedup import Speedup
 from tangram.errors import SessionEnded
 from tangram.managers.base import Files
 from tangram.managers.work import CAPTURE_BYTES_MAX, MIB, Close, Commit, Entry, Exec, Executed, Open, SandboxSpec, Work
+from tangram.service.orchestrator import undisturbed
 
 FILE_BYTES_MAX = 256 * MIB
 """Of one `read`, unless the caller says otherwise."""
@@ -33,6 +34,8 @@ TREE_BYTES_MAX = 2048 * MIB
 """Of one `download`."""
 CLOSE_WAIT_S = 10.0
 """Until closing no longer waits for its turn."""
+TREE_MEMORY_MAX = 64 * MIB
+"""Of a tree on its way; a larger one goes through a temporary file."""
 OPEN_CORES, CLOSE_CORES, COMMIT_CORES = 0.2, 0.1, 0.5
 """Cores that opening, closing and sealing are granted: a few milliseconds of work each."""
 
@@ -92,7 +95,11 @@ class Sandbox:
         await self.close()
 
     async def close(self) -> None:
-        """End everything in it, also what still runs; its files are forgotten."""
+        """End everything in it, also what still runs; its files are forgotten. Whoever is cancelled here goes when that
+        is done."""
+        await undisturbed(self._close())
+
+    async def _close(self) -> None:
         for pending in list(self._under_way):
             pending.cancel()
             await pending.settled()
@@ -240,10 +247,11 @@ class Sandbox:
         What comes from a sandbox is not trusted: links that lead out of the target, devices and pipes are left out, and
         nothing that is there already is replaced.
         """
-        with io.BytesIO() as tar:
-            await self._files.pack(self.name, path, tar, bytes_max=in_bytes("bytes_max", bytes_max))
+        with tempfile.SpooledTemporaryFile(TREE_MEMORY_MAX) as tar:
+            file = cast(BinaryIO, tar)
+            await self._files.pack(self.name, path, file, bytes_max=in_bytes("bytes_max", bytes_max))
             tar.seek(0)
-            return await asyncio.to_thread(unpack_tree, tar, Path(target))
+            return await asyncio.to_thread(unpack_tree, file, Path(target))
 
     @property
     def _files(self) -> Files:

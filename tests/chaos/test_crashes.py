@@ -1,0 +1,527 @@
+"""Processes of ours that are killed, callers that give up, connections that end: never a hang, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.chaos.conftest import (
+    STORY_S_MAX,
+    Owners,
+    eventually,
+    first_processes,
+    found_by,
+    holders,
+    inside,
+    owners_of,
+    pids,
+    processes_of,
+    run,
+    seen,
+    spawner,
+    until,
+)
+
+import tangram
+from tangram import Status
+from tangram.errors import ActionFailed, ManagerError
+from tangram.managers.cpu import manager
+
+Play = Callable[..., Any]
+
+
+async def running(box: tangram.Sandbox, word: str, **options: Any) -> asyncio.Task[tangram.Result]:
+    """An action that runs until somebody ends it; `word` is a number that nothing else has."""
+    task = asyncio.create_task(box.exec(["sleep", word], cpus=0.1, **options))
+    await until(lambda: found_by(word), "the action runs")
+    return task
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+# ---- processes that are killed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whose", [first_processes, holders])
+def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(play: Play, whose: Callable[[], list[int]]) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            victim = whose()[0]
+            async with t.sandbox(memory="64MiB") as other:
+                action, unharmed = await running(box, "9001"), await running(other, "9002")
+                session = box.session()
+                (await session.exec("true")).check()
+                reading = asyncio.create_task(box.exec("cat", stdin=b"", cpus=0.1))
+                kill(victim)
+                result = await action
+                assert result.status is Status.LOST and result.exit_code is None
+                await reading
+                for late in (await box.exec("true"), await session.exec("true")):
+                    assert late.status is Status.LOST and "gone" in late.reason
+                with pytest.raises(ManagerError, match="gone"):
+                    await box.read("/etc/hostname")
+                with pytest.raises(ActionFailed, match="gone"):
+                    await box.commit("none")
+                assert not unharmed.done()
+                kill(found_by("9002")[0])
+                assert (await unharmed).exit_code == 137
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("echo next")).stdout == "next\n"
+
+    play(story)
+
+
+def test_the_spawner_takes_its_sandboxes_along_and_new_ones_get_a_new_one(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box, t.sandbox(memory="64MiB") as other:
+            actions = [await running(box, "9003"), await running(other, "9004")]
+            session = other.session()
+            (await session.exec("true")).check()
+            server = await other.start("sleep 9005", cpus=0.1)
+            first = spawner()
+            kill(first)
+            for action in actions:
+                assert (await action).status is Status.LOST
+            assert (await server.wait()).status is Status.LOST
+            assert (await session.exec("true")).status is Status.LOST
+            with pytest.raises(ManagerError):
+                await box.write("a", b"")
+            async with t.sandbox(memory="64MiB") as new:
+                assert (await new.exec("echo new")).stdout == "new\n"
+                assert spawner() != first
+        assert found_by("9003") == found_by("9004") == found_by("9005") == []
+
+    play(story)
+
+
+def test_the_main_process_of_an_action_may_be_killed_like_any_program(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            for signum, code in ((signal.SIGKILL, 137), (signal.SIGTERM, 143), (signal.SIGSEGV, 139)):
+                action = await running(box, "9006")
+                os.kill(found_by("9006")[0], signum)
+                result = await action
+                assert (result.status, result.exit_code) == (Status.SUCCEEDED, code)
+            assert (await box.exec("echo usable")).stdout == "usable\n"
+
+    play(story)
+
+
+def waiting_runners() -> list[int]:
+    """Forks of the spawner inside sandboxes that have no order yet."""
+    root = spawner()
+    return [pid for pid in found_by("-S") if f"\nPPid:\t{root}\n" in seen(pid, "status")]
+
+
+def test_a_waiting_runner_that_is_killed_is_replaced(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            for _ in range(5):
+                await until(waiting_runners, "a runner waits")
+                killed = waiting_runners()
+                for pid in killed:
+                    kill(pid)
+                result = await box.exec("echo fine")  # it may be the one that got the order
+                assert (result.stdout, result.exit_code) in (("fine\n", 0), ("", 137))
+                await until(lambda gone=set(killed): set(waiting_runners()) - gone, "another one waits")
+                assert (await box.exec("echo fine")).stdout == "fine\n"
+
+    play(story)
+
+
+def test_a_spawner_that_is_killed_while_sandboxes_open_hangs_nobody(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async def visit() -> str:
+            try:
+                async with t.sandbox(memory="16MiB") as box:
+                    return (await box.exec("echo there")).stdout
+            except ActionFailed as error:
+                return type(error).__name__
+
+        for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.04):
+            visits = asyncio.gather(*(visit() for _ in range(6)))
+            await asyncio.sleep(delay_s)
+            kill(spawner())
+            assert set(await visits) <= {"there\n", "", "ActionLost"}
+        assert await visit() == "there\n"
+
+    play(story)
+
+
+def test_a_sandbox_that_is_killed_during_file_work_and_commit_hangs_nobody(play: Play, tmp_path: Path) -> None:
+    async def story(t: tangram.Client) -> None:
+        for number in range(4):
+            async with t.sandbox(memory="256MiB") as box:
+                (await box.exec("head -c 50000000 /dev/zero > large; truncate -s 10G holes")).check()
+                download = asyncio.create_task(box.download("holes", tmp_path / "t", bytes_max="10GiB"))
+                commit = asyncio.create_task(box.commit(f"c{number}"))
+                await asyncio.sleep(0.01 * number)
+                kill(first_processes()[0])
+                with pytest.raises(tangram.TangramError):
+                    await download
+                with contextlib.suppress(ActionFailed):
+                    await t.forget(await commit)
+
+    play(story)
+
+
+# ---- owners that are killed ----------------------------------------------------------------------------------------
+
+BUSY = """
+async def work(number):
+    async with t.sandbox(memory="64MiB") as box:
+        await box.exec("(setsid sleep 1000 >/dev/null 2>&1 &)")
+        async with box.session() as session:
+            await session.exec("sleep 1001 &")
+            server = await box.start("sleep 1002", cpus=0.1)
+            print("ready", flush=True)
+            await box.exec("trap '' TERM INT; sleep 1003", cpus=0.1)
+
+async with t.sandbox(memory="64MiB") as idle, idle.session() as held:
+    await held.exec("sleep 1004 & (setsid sleep 1005 >/dev/null 2>&1 &)")  # what is left running stands still
+    async with asyncio.TaskGroup() as group:
+        for number in range(2):
+            group.create_task(work(number))
+"""
+
+
+def lines(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def test_all_that_an_owner_had_ends_with_it_and_the_next_one_sweeps_while_others_live(
+    owners: Owners, play: Play
+) -> None:
+    live, dies = owners.start(BUSY), owners.start(BUSY)
+    assert lines(live, 2) == lines(dies, 2) == ["ready"] * 2
+    assert len(processes_of(owners.state, {dies.pid})) > 10
+    dies.kill()
+    dies.wait()
+    eventually(
+        lambda: not any(f"/tangram/{dies.pid}-" in seen(pid, "cgroup") for pid in pids()),
+        "all processes of the dead owner end by themselves",
+    )
+    left = owners_of(dies.pid)
+    assert len(left) == 1 and (owners.state / "owners" / left[0]).exists(), "until somebody sweeps"
+    mine = owners_of(live.pid)
+    before = {pid for pid in processes_of(owners.state, {live.pid}) if f"/tangram/{live.pid}-" in seen(pid, "cgroup")}
+
+    async def story(t: tangram.Client) -> None:
+        assert owners_of(dies.pid) == [] and not (owners.state / "owners" / left[0]).exists()
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("echo next")).stdout == "next\n"
+
+    play(story)
+    assert owners_of(live.pid) == mine and before and all(os.path.exists(f"/proc/{pid}") for pid in before)
+    live.send_signal(signal.SIGINT)
+    assert live.wait(60) != 0
+    assert owners_of(live.pid) == [], "who is interrupted leaves nothing to sweep"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_an_owner_that_dies_while_its_sandboxes_open_leaves_no_process(owners: Owners, signum: int) -> None:
+    opening = """
+async def visit():
+    while True:
+        async with t.sandbox(memory="16MiB") as box:
+            print("open", flush=True)
+
+await asyncio.gather(*(visit() for _ in range(4)))
+"""
+    for count in (1, 2, 5):
+        process = owners.start(opening)
+        lines(process, count)
+        process.send_signal(signum)
+        process.wait()
+    eventually(lambda: not processes_of(owners.state, owners.pids), "all processes end by themselves")
+    sweep(owners.state)
+
+
+def test_an_interrupt_cleans_everything_up(owners: Owners) -> None:
+    for interrupts in (1, 3):
+        process = owners.start(BUSY)
+        assert lines(process, 2) == ["ready"] * 2
+        for _ in range(interrupts):
+            process.send_signal(signal.SIGINT)
+        process.wait(60)
+        if interrupts == 1:
+            assert process.returncode != 0 and owners_of(process.pid) == []
+            assert list((owners.state / "owners").iterdir()) == []
+        eventually(lambda: not processes_of(owners.state, owners.pids), "all processes have ended")
+    sweep(owners.state)
+
+
+def test_a_fork_of_the_owner_does_not_keep_its_sandboxes_running(owners: Owners) -> None:
+    """As a loader of data forks: the fork has all descriptors of the owner."""
+    process = owners.start(
+        """
+async with t.sandbox(memory="64MiB") as box:
+    child = os.fork()
+    if child == 0:
+        os.close(1)
+        signal.pause()
+    print(child, flush=True)
+    await box.exec(["sleep", "9009"])
+"""
+    )
+    child = int(lines(process, 1)[0])
+
+    def sandboxed() -> list[int]:
+        return [pid for pid in pids() if f"/tangram/{process.pid}-" in seen(pid, "cgroup")]
+
+    try:
+        eventually(lambda: set(found_by("9009")) & set(sandboxed()), "it runs")
+        process.kill()
+        process.wait()
+        eventually(lambda: not sandboxed(), "all processes have ended")
+    finally:
+        kill(child)
+    eventually(lambda: not seen(child, "cmdline"), "the fork, which has the lock of the owner too, has ended")
+    sweep(owners.state)
+
+
+def sweep(state: Path) -> None:
+    """As whoever comes next does."""
+
+    async def come_and_go() -> None:
+        async with tangram.connect(state=state):
+            pass
+
+    run(come_and_go())
+
+
+def test_a_sandbox_is_closed_at_once_whatever_runs_rests_or_ends_in_it(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands still cannot die: nothing may be frozen once the first process is told to end."""
+    monkeypatch.setattr(manager, "CLOSE_S_MAX", 10 * STORY_S_MAX)
+
+    async def story(t: tangram.Client) -> None:
+        for number in range(12):
+            box = await t.sandbox(memory="64MiB").__aenter__()
+            await box.exec("(setsid sleep 9030 >/dev/null 2>&1 &)")
+            session = box.session()
+            await session.exec("sleep 9031 &")
+            servers = [await box.start("sleep 9032", cpus=0.1), await box.start(f"sleep 0.0{number}", cpus=0.1)]
+            await asyncio.sleep(0.01)
+            await box.close()
+            for server in servers:
+                assert (await server.wait()).status in (Status.SUCCEEDED, Status.LOST, Status.CANCELLED)
+        assert found_by("9030") == found_by("9031") == found_by("9032") == []
+
+    play(story)
+
+
+# ---- callers that give up ------------------------------------------------------------------------------------------
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_an_action_can_be_given_up_at_every_stage(play: Play, state: Path) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            before = inside(state)
+            action = await running(box, "9010")
+            queued = asyncio.create_task(box.exec("sleep 9011", cpus=1))
+            await asyncio.sleep(0.05)
+            await cancelled(queued)
+            assert found_by("9011") == []
+            await cancelled(action)
+            assert inside(state) == before
+            for number in range(30):
+                starting = asyncio.create_task(box.exec("sleep 9012", cpus=1))
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                await cancelled(starting)
+                assert inside(state) == before
+            for number in range(15):
+                starting = asyncio.create_task(box.exec("sleep 9012", cpus=1))
+                await asyncio.sleep(number / 2000)
+                await cancelled(starting)
+                assert inside(state) == before
+            assert (await box.exec("echo usable", cpus=1)).stdout == "usable\n"
+
+    play(story, cores=1)
+
+
+def test_opening_can_be_given_up_at_every_moment(play: Play) -> None:
+    """There is memory for one sandbox: if one stayed, the next would never open."""
+
+    async def story(t: tangram.Client) -> None:
+        for number in range(40):
+            box = t.sandbox(memory="60MiB")
+            opening = asyncio.create_task(box.__aenter__())
+            await asyncio.sleep(number * 0.001)
+            opening.cancel()
+            try:
+                await opening
+                await box.close()
+            except asyncio.CancelledError:
+                pass
+            assert first_processes() == []
+        async with t.sandbox(memory="60MiB") as box:
+            assert (await box.exec("echo usable")).stdout == "usable\n"
+
+    play(story, memory="64MiB")
+
+
+def test_opening_can_be_given_up_while_it_waits_for_memory(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="60MiB"):
+            waiting = [asyncio.create_task(t.sandbox(memory="60MiB").__aenter__()) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            for task in waiting:
+                await cancelled(task)
+            assert len(first_processes()) == 1
+        async with t.sandbox(memory="60MiB") as box:
+            assert (await box.exec("echo usable")).stdout == "usable\n"
+
+    play(story, memory="64MiB")
+
+
+def test_whoever_gives_up_on_closing_has_still_closed(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="30MiB") as other:
+            for number in range(10):
+                box = await t.sandbox(memory="30MiB").__aenter__()
+                closing = asyncio.create_task(box.close())
+                await asyncio.sleep(number * 0.001)
+                closing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await closing
+                assert len(first_processes()) == 1
+            box = await t.sandbox(memory="30MiB").__aenter__()
+            busy = asyncio.create_task(other.exec("sleep 9013", cpus=1))
+            await until(lambda: found_by("9013"), "all cores are held, so closing must wait")
+            closing = asyncio.create_task(box.close())
+            await asyncio.sleep(0.05)
+            closing.cancel()
+            await asyncio.sleep(0.05)
+            closing.cancel()
+            await asyncio.sleep(0.05)
+            await cancelled(busy)
+            with contextlib.suppress(asyncio.CancelledError):
+                await closing
+            assert len(first_processes()) == 1, "the sandbox is closed when its memory is given back"
+
+    play(story, cores=1, memory="64MiB")
+
+
+def test_a_copy_that_is_given_up_leaves_nothing_half_made(play: Play, state: Path) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="256MiB") as box:
+            (await box.exec("head -c 30000000 /dev/zero > large")).check()
+            for number in range(8):
+                committing = asyncio.create_task(box.commit(f"given-up-{number}"))
+                await asyncio.sleep(number * 0.005)
+                committing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await committing
+                assert (await box.exec("echo goes on")).stdout == "goes on\n"
+            for number in range(8):
+                with contextlib.suppress(tangram.TangramError):
+                    await t.forget(tangram.Image(f"given-up-{number}"))
+        assert [path.name for path in (state / "images" / "layers").iterdir() if path.name.startswith(".part")] == []
+
+    play(story)
+
+
+def test_when_one_of_many_raises_the_others_are_ended(play: Play, state: Path) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            before = inside(state)
+
+            async def fail() -> None:
+                await until(lambda: len(found_by("9014")) == 3, "the others run")
+                raise KeyError("mine")
+
+            with pytest.raises(KeyError, match="mine"):
+                await t.gather(*(box.exec(["sleep", "9014"], cpus=0.1) for _ in range(3)), fail())
+            assert inside(state) == before
+            gathered = t.gather(*(box.exec(["sleep", "9015"], cpus=0.1) for _ in range(3)))
+            many = asyncio.create_task(gathered)
+            await until(lambda: len(found_by("9015")) == 3, "they run")
+            await cancelled(many)
+            assert inside(state) == before
+
+    play(story)
+
+
+def test_a_connection_that_is_closed_ends_what_is_under_way(state: Path) -> None:
+    tasks: list[asyncio.Task[Any]] = []
+    boxes: list[tangram.Sandbox] = []
+
+    async def story(t: tangram.Client) -> None:
+        box = await t.sandbox(memory="64MiB").__aenter__()
+        boxes.append(box)
+        tasks.append(await running(box, "9016"))
+        tasks.append(asyncio.create_task(box.exec("sleep 9017", cpus=2)))
+        tasks.append(asyncio.create_task(t.sandbox(memory="64MiB").__aenter__()))
+        tasks.append(asyncio.create_task(box.read("/etc/hostname")))
+        server = await box.start("sleep 9018", cpus=0.1)
+        tasks.append(asyncio.create_task(server.wait()))
+
+    async def main() -> None:
+        async with tangram.connect(state=state, cores=2, memory="1GiB") as t:
+            await story(t)
+        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        assert [done[number].status for number in (0, 1, 4)] == [Status.CANCELLED] * 3
+        with pytest.raises(tangram.TangramError):
+            await boxes[0].exec("true")
+        with pytest.raises(tangram.TangramError):
+            await boxes[0].read("/etc/hostname")
+        with pytest.raises(tangram.TangramError):
+            await boxes[0].upload(__file__)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3), ExceptionGroup("mine", [ValueError()])]
+)
+def test_what_is_raised_inside_comes_out_as_it_is(play: Play, error: BaseException) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box, box.session() as session:
+            await session.exec("true")
+            task = await running(box, "9019")
+            try:
+                raise error
+            finally:
+                task.cancel()
+
+    with pytest.raises(type(error)) as raised:
+        play(story)
+    assert raised.value is error or isinstance(error, (KeyboardInterrupt, SystemExit))
+
+
+def test_a_caller_that_is_cancelled_again_and_again_still_leaves_nothing(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async def visit() -> None:
+            async with t.sandbox(memory="64MiB") as box:
+                await box.exec(["sh", "-c", "trap '' TERM; sleep 9020; sleep 9021"], cpus=0.5)
+
+        visiting = asyncio.create_task(visit())
+        await until(lambda: found_by("9020"), "it runs")
+        while not visiting.done():
+            visiting.cancel()
+            await asyncio.sleep(0.02)
+        assert visiting.cancelled()
+        await until(lambda: first_processes() == [], "its sandbox is closed")
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("echo usable")).stdout == "usable\n"
+
+    play(story)
