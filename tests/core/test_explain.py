@@ -243,7 +243,7 @@ def test_explaining_changes_nothing(cluster: Make) -> None:
     c.scheduler.handle(Tick(), 100.0)
     entry = c.scheduler.entries["a"]
     before = (entry.estimate, entry.estimated_at, entry.wanted)
-    assert c.explain("a") == "a waits for 1 cores of cpu@n0, where 0 cores of 4 cores are free"
+    assert c.explain("a") == "a waits for 0.95 cores of cpu@n0, where 0 cores of 4 cores are free"
     assert (entry.estimate, entry.estimated_at, entry.wanted) == before
 
 

@@ -34,7 +34,7 @@ from tangram.core.messages import (
     cpu_node,
 )
 from tangram.core.policies import POLICIES, policy
-from tangram.core.policies.adaptive import GROW_AGE_S, RESERVE_MARGIN, RESERVE_MIN, RESIZES_MAX, REST_S
+from tangram.core.policies.adaptive import GROW_AGE_S, RESERVE_MARGIN, RESERVE_MAX, RESERVE_MIN, RESIZES_MAX, REST_S
 from tangram.core.policies.paper import DEPTH
 from tangram.core.profile import Knowledge
 from tangram.core.scheduler import Scheduler
@@ -467,11 +467,11 @@ def taught(seconds: float, busy: float, key: str = "tool") -> Knowledge:
     return knowledge
 
 
-def test_an_unknown_action_counts_as_one_core() -> None:
+def test_an_unknown_action_counts_as_nearly_one_core() -> None:
     rig = Rig("adaptive", cpu_node("n0", 2))
     for i in range(3):
         rig.submit(f"a{i}", learned())
-    assert rig.started() == {"a0": 1000, "a1": 1000}
+    assert rig.started() == {"a0": RESERVE_MAX, "a1": RESERVE_MAX}
 
 
 def test_an_unknown_action_never_counts_more_than_its_limit() -> None:

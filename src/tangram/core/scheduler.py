@@ -70,7 +70,9 @@ STORY_EVENTS = 1024
 """The last events kept in memory for stories; a trace on disk keeps all."""
 
 STARVED_SHARE = 0.1
-"""A timeout is our failure when the action lacked reserved CPU for more than this share of its execution."""
+"""A timeout is our failure when the action lacked reserved CPU for more than this share of its execution, and"""
+STARVED_MIN_S = 0.5
+"""for more than this: less is what any busy machine does to whoever runs on it."""
 
 REFILL_STEP_S = 1e-3
 """A quota that is about to have enough is looked at no sooner than this: rounding may put the moment into the past."""
@@ -314,7 +316,7 @@ class Scheduler:
 
     def _starved(self, entry: Entry, usage: Usage) -> bool:
         started = entry.started_at if entry.started_at is not None else self.now
-        return usage.starved_s > STARVED_SHARE * max(self.now - started, 1e-9)
+        return usage.starved_s > max(STARVED_SHARE * (self.now - started), STARVED_MIN_S)
 
     def _learn(self, entry: Entry, usage: Usage) -> None:
         assert entry.started_at is not None
