@@ -30,9 +30,8 @@ help: ## list the verbs
 	@echo "make VERB [ARGS=...]"
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
 
-run: $(STAMP) $(SYSTEM) ## compare the scheduling policies on one workload; the report is build/report.html
-	@mkdir -p build
-	$(VENV)/bin/tangram sim coding --batch 128 --cores 16 --policies pods:0.5,fcfs,paper,adaptive --seeds 5 --report build/report.html $(ARGS)
+run: $(STAMP) $(SYSTEM) ## run coding agents on real sandboxes, with cores reserved and by action; see build/report.html
+	@$(VENV)/bin/tangram bench reservation --report build/report.html $(ARGS)
 
 # Bounded, because on a large machine one process per core would mostly start processes.
 test: $(STAMP) $(SYSTEM) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,10 @@ def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(play: Play, whose
                 assert result.status is Status.LOST and result.exit_code is None
                 await reading
                 for late in (await box.exec("true"), await session.exec("true")):
-                    assert late.status is Status.LOST and "gone" in late.reason
-                with pytest.raises(ManagerError, match="gone"):
+                    assert late.status is Status.LOST
+                with pytest.raises(ManagerError):
                     await box.read("/etc/hostname")
-                with pytest.raises(ActionFailed, match="gone"):
+                with pytest.raises(ActionFailed):
                     await box.commit("none")
                 assert not unharmed.done()
                 kill(found_by("9002")[0])
@@ -248,16 +249,22 @@ await asyncio.gather(*(visit() for _ in range(4)))
 
 
 def test_an_interrupt_cleans_everything_up(owners: Owners) -> None:
-    for interrupts in (1, 3):
-        process = owners.start(BUSY)
-        assert lines(process, 2) == ["ready"] * 2
-        for _ in range(interrupts):
-            process.send_signal(signal.SIGINT)
-        process.wait(60)
-        if interrupts == 1:
-            assert process.returncode != 0 and owners_of(process.pid) == []
-            assert list((owners.state / "owners").iterdir()) == []
-        eventually(lambda: not processes_of(owners.state, owners.pids), "all processes have ended")
+    process = owners.start(BUSY)
+    assert lines(process, 2) == ["ready"] * 2
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert owners_of(process.pid) == [] and list((owners.state / "owners").iterdir()) == []
+
+
+def test_whoever_interrupts_twice_need_not_do_so_again(owners: Owners) -> None:
+    """The first interrupt cancels the main task, the second one all tasks at once."""
+    process = owners.start(BUSY)
+    assert lines(process, 2) == ["ready"] * 2
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)  # the two would count as one
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    eventually(lambda: not processes_of(owners.state, owners.pids), "all its processes have ended")
     sweep(owners.state)
 
 
@@ -384,6 +391,8 @@ def test_opening_can_be_given_up_while_it_waits_for_memory(play: Play) -> None:
         async with t.sandbox(memory="60MiB"):
             waiting = [asyncio.create_task(t.sandbox(memory="60MiB").__aenter__()) for _ in range(3)]
             await asyncio.sleep(0.05)
+            for task in waiting:
+                task.cancel()
             for task in waiting:
                 await cancelled(task)
             assert len(first_processes()) == 1

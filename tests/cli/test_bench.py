@@ -10,6 +10,8 @@ import pytest
 import tangram.bench
 from tangram.bench import BENCHES, BenchResult, Goal
 
+SIDE = {"act_mean_s": 1.24, "core_use": 0.116, "reward_mean": 0.9841}
+
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
@@ -26,6 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
             spread={"act_ratio_16": (6.1, 6.9)},
             goals={"act_ratio_16": Goal(">=", 6.0), "us_per_action": Goal("<=", 60.0), "ceiling": Goal("printed")},
             notes=["at a load of 0.9"],
+            sides={"reserved": SIDE, "by action": SIDE | {"act_mean_s": 0.202, "core_use": 0.409}},
         )
 
     monkeypatch.setattr(tangram.bench, "run", run)
@@ -63,9 +66,40 @@ def test_without_a_name_the_benchmarks_are_listed(cli, asked: list[dict]) -> Non
     assert cli("bench", "--json").json == BENCHES
 
 
+def test_only_a_benchmark_that_writes_a_report_is_asked_for_one(cli, asked: list[dict], tmp_path: Path) -> None:
+    report = tmp_path / "new" / "report.html"
+    done = cli("bench", "all", "--report", report, "--backend", "process")
+    assert done.code == 0 and f"report: {report}" in done.out
+    assert {call["name"]: call.get("report") for call in asked} == dict.fromkeys(BENCHES) | {"reservation": report}
+    assert [call.get("backend") for call in asked if "backend" in call] == ["process"]
+
+
+def test_without_root_it_is_said_in_one_line_that_nothing_is_isolated(
+    cli, asked: list[dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    done = cli("bench", "reservation")
+    assert (done.code, asked[0]["backend"]) == (0, "process")
+    assert done.err == "sandboxes need root: the programs run as plain processes instead, which isolates nothing\n"
+
+
+def test_the_sides_of_a_comparison_stand_beside_each_other(cli, asked: list[dict]) -> None:
+    lines = cli("bench", "reservation", "--backend", "process").out.splitlines()
+    by_word = {line.split("  ")[0].strip(): line.split() for line in lines}
+    assert by_word["mean ACT"][2:] == ["1.24", "s", "202", "ms"]
+    assert by_word["core use"][2:] == ["11.6", "%", "40.9", "%"]
+    assert by_word["reward"][1:] == ["0.9841", "0.9841"]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
-    [(["codng"], "nearest: 'coding'"), (["coding", "--trace", "/none"], "a folder that exists")],
+    [
+        (["codng"], "nearest: 'coding'"),
+        (["coding", "--trace", "/none"], "a folder that exists"),
+        (["reservation", "--report", "/proc/no/report.html"], "a file that can be written"),
+        (["reservation", "--backend", "podman"], "one of sandbox, process"),
+        (["coding", "--report", "/tmp/none.html"], "no such option, as coding has no use for it"),
+    ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(cli, words: list[str], complaint: str) -> None:
     done = cli("bench", *words)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.managers.docker_engine import docker_manager
 
 from tangram.core.action import Action
 from tangram.core.demand import CORE, Demand, cores
@@ -74,6 +75,7 @@ MANAGERS: dict[str, Kind] = {
     "fake": Kind(fake, runs_programs=False),
     "process": Kind(process),
     "sandbox": Kind(sandbox),
+    "docker": Kind(docker_manager),
 }
 
 

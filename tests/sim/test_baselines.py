@@ -6,8 +6,22 @@ from typing import Any
 
 import pytest
 
+from tangram.core.action import Action, Status, Usage
 from tangram.core.demand import CPU, GPU, Demand, cores, fixed, learned, one_of
-from tangram.core.messages import Pool, cpu_node
+from tangram.core.messages import (
+    Cancel,
+    Finished,
+    Pool,
+    Release,
+    Reserve,
+    Share,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Submit,
+    cpu_node,
+)
 from tangram.core.speedup import LINEAR
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import API_BACKOFF_S, API_RETRIES_MAX, ATTEMPTS_MAX, Baseline, PodsConfig
@@ -106,6 +120,79 @@ def test_a_request_above_the_limit_or_that_is_no_number_is_refused() -> None:
     for name in ("pods:many", "pods:0", "nothing"):
         with pytest.raises(InvalidConfig):
             simulate(workload(), name, cpu_node("n0", 4, 1.0))
+
+
+# ---- as the decider of real executions: pods and cancelling ------------------------------------------------------
+
+
+def pods_of_a_core() -> Baseline:
+    baseline = Baseline(cpu_node("n0", 1, 1.0), (), PodsConfig(request=1.0, limit=1.0))
+    for sandbox in "ab":
+        baseline.handle(Reserve(sandbox=sandbox, memory=100), 0.0)
+    return baseline
+
+
+def in_pod(sandbox: str, demand: Demand = LEARNED) -> Action:
+    return Action(id=f"{sandbox}.1", demand=demand, sandbox=sandbox)
+
+
+@pytest.mark.parametrize("demand", [LEARNED, Demand({CPU: cores(0.2)}), Demand({CPU: cores(1, 8)})])
+def test_all_that_a_pod_of_one_core_does_is_granted_that_core(demand: Demand) -> None:
+    (start,) = pods_of_a_core().handle(Submit(action=in_pod("a", demand)), 1.0)
+    assert isinstance(start, Start) and start.grant.width == 1000
+    assert start.grant.shares == (Share("cpu@n0", 1000, 1000),)
+
+
+def test_what_waits_for_admission_is_cancelled_at_once() -> None:
+    baseline = pods_of_a_core()
+    assert baseline.handle(Submit(action=in_pod("b")), 1.0) == []
+    (settle,) = baseline.handle(Cancel(action="b.1"), 3.0)
+    assert (settle.outcome.status, settle.outcome.waiting_s) == (Status.CANCELLED, 2.0)
+    assert baseline.handle(Release(sandbox="a"), 4.0) == [], "nothing of it is left to be started"
+
+
+def test_what_runs_is_stopped_and_settles_when_it_has_ended() -> None:
+    baseline = pods_of_a_core()
+    baseline.handle(Submit(action=in_pod("a")), 1.0)
+    baseline.handle(Started(action="a.1"), 1.0)
+    (stop,) = baseline.handle(Cancel(action="a.1"), 2.0)
+    assert isinstance(stop, Stop) and baseline.handle(Cancel(action="a.1"), 2.0) == [], "once is enough"
+    (settle,) = baseline.handle(Finished(action="a.1", usage=Usage(cpu_s=0.5)), 3.0)
+    assert (settle.outcome.status, settle.outcome.usage.cpu_s) == (Status.CANCELLED, 0.5)
+
+
+def test_a_start_that_fails_after_a_cancellation_is_not_tried_again() -> None:
+    baseline = pods_of_a_core()
+    baseline.handle(Submit(action=in_pod("a")), 1.0)
+    baseline.handle(Cancel(action="a.1"), 2.0)
+    (settle,) = baseline.handle(StartFailed(action="a.1", reason="no such image"), 3.0)
+    assert settle.outcome.status is Status.CANCELLED
+
+
+def test_a_cancelled_call_leaves_the_queue_of_its_service_to_the_next() -> None:
+    service = ServiceModel(name="x", memory_gib=10.0, restore_s=0.0, degrees=(1,))
+    baseline = Baseline((Pool(kind=GPU, node="g0", total=1),), (service,), PodsConfig())
+    asks = [Action(id=f"c{k}", demand=Demand({GPU: fixed(1)}), service="x") for k in range(3)]
+    for ask in asks:
+        baseline.handle(Submit(action=ask), 0.0)
+    (settle,) = baseline.handle(Cancel(action="c1"), 1.0)
+    assert settle.outcome.status is Status.CANCELLED
+    baseline.handle(Started(action="c0"), 1.0)
+    started = [effect.action.id for effect in baseline.handle(Finished(action="c0"), 2.0) if isinstance(effect, Start)]
+    assert started == ["c2"]
+
+
+def test_what_the_manager_needed_for_itself_is_overhead() -> None:
+    baseline = pods_of_a_core()
+    baseline.handle(Submit(action=in_pod("a")), 1.0)
+    baseline.handle(Started(action="a.1"), 1.5)
+    (settle,) = baseline.handle(Finished(action="a.1", usage=Usage(overhead_s=0.25)), 3.0)
+    assert (settle.outcome.overhead_s, settle.outcome.execution_s, settle.outcome.waiting_s) == (0.75, 1.25, 0.0)
+
+
+def test_a_sandbox_that_is_released_twice_is_released_once() -> None:
+    baseline = pods_of_a_core()
+    assert baseline.handle(Release(sandbox="b"), 1.0) == baseline.handle(Release(sandbox="b"), 2.0) == []
 
 
 # ---- services on devices of their own ---------------------------------------------------------------------------

@@ -177,6 +177,26 @@ def test_time_that_others_took_is_not_work(tmp_path: Path) -> None:
     assert (step.work_s, step.busy) == (pytest.approx(4.0), pytest.approx(1.0))
 
 
+def test_overhead_is_played_again_and_uses_as_much_cpu_as_the_execution(tmp_path: Path) -> None:
+    lines = life(tool(1), 0.0, 1.0, 4.0, cpu_s=2.0)
+    settle = lines[-1][2][0]
+    outcome = msgspec.structs.replace(settle.outcome, waiting_s=0.0, overhead_s=1.0)
+    lines[-1] = (*lines[-1][:2], [Settle(outcome=outcome)])
+    workload = load_recording(write(tmp_path / "t.jsonl", lines))
+    step = workload.episodes[0].turns[0].steps[0]
+    assert (step.work_s, step.overhead_s, step.busy) == (pytest.approx(3.0), 1.0, pytest.approx(0.5))
+    (row,) = simulate(workload, "adaptive", cpu_node("n0", 1)).rows
+    assert (row.overhead_s, row.execution_s, row.act_s) == (1.0, pytest.approx(3.0), pytest.approx(4.0))
+    assert row.cpu_s == pytest.approx(2.0)
+
+
+def test_an_action_that_was_not_held_to_its_limit_takes_as_long_again(tmp_path: Path) -> None:
+    action = tool(1, demand=Demand({CPU: cores(0.2)}), kind="open")
+    path = write(tmp_path / "t.jsonl", life(action, 0.0, 0.0, 3.0, width=200, cpu_s=2.4))
+    (row,) = simulate(load_recording(path), "adaptive", cpu_node("n0", 1)).rows
+    assert row.execution_s == pytest.approx(3.0)
+
+
 def test_work_on_several_cores_is_brought_to_one_by_the_declared_speedup(tmp_path: Path) -> None:
     action = tool(1, demand=Demand({CPU: cores(1, 16)}, speedup=PowerLaw(0.5)), kind="reward", key="tests")
     lines = life(action, 0.0, 0.0, 10.0, width=16_000, cpu_s=80.0)

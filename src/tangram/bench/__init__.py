@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tangram.bench.base import BenchResult, Goal
+from tangram.bench.base import BenchResult, Goal, Progress
 from tangram.errors import InvalidConfig
 
-__all__ = ["BENCHES", "BenchResult", "Goal", "run"]
+__all__ = ["BENCHES", "BenchResult", "Goal", "options_of", "run"]
 
 BENCHES = {
+    "reservation": "coding agents on real sandboxes: a core per trajectory against sharing the same cores by action",
     "coding": "tool calls and rewards of coding agents: a pod per trajectory against sharing cores by action",
     "elastic": "elastic actions at stated loads: the published algorithm against ours, and both against a bound",
     "sizing": "cores and devices that give the same mean action completion time as today's reservations",
+    "exec": "what an action costs beside its program: opening, executing, keeping a sandbox open",
+    "cpu": "whether an action gets the CPU that it was granted, no less and no more",
     "scheduler-cost": "microseconds and bytes that the scheduler itself takes, with up to a million actions waiting",
 }
 """Name to one-line description."""
@@ -30,23 +33,39 @@ def run(
     quick: bool = False,
     trace: Path | None = None,
     processes: int | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
+    **options: object,
 ) -> BenchResult:
     """Run one benchmark, all its sides on the same work.
 
     `quick`: fewer seeds and sizes, within a minute. `trace`: a recorded trace, or the folder that holds it, to play
     beside the generated work; only `coding` has a use for one. `processes`: at most this many at once; None: one per
-    core. `progress` is told the share that is done.
+    core. `progress` is told the share that is done. `options`: those of `options_of`, which only some have.
     """
+    module = _module(name)
+    for option, value in options.items():
+        if option not in options_of(name):
+            raise InvalidConfig(option, str(value), f"no such option, as {name} has no use for it")
+    sizes = module.QUICK if quick else module.FULL
+    result: BenchResult = module.measure(
+        sizes, trace=trace, processes=processes, progress=progress or _silent, **options
+    )
+    return result
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """What this benchmark takes besides what all do: `report`, a file for a page; `backend`, of its sandboxes."""
+    options: tuple[str, ...] = getattr(_module(name), "OPTIONS", ())
+    return options
+
+
+def _module(name: str) -> Any:
     if name not in BENCHES:
         near = difflib.get_close_matches(name, BENCHES, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise InvalidConfig("bench", name, f"one of {', '.join(BENCHES)}{hint}")
-    module = importlib.import_module(f"tangram.bench.{name.replace('-', '_')}")
-    sizes = module.QUICK if quick else module.FULL
-    result: BenchResult = module.measure(sizes, trace=trace, processes=processes, progress=progress or _silent)
-    return result
+    return importlib.import_module(f"tangram.bench.{name.replace('-', '_')}")
 
 
-def _silent(share: float) -> None:
+def _silent(share: float, words: str = "", /) -> None:
     pass

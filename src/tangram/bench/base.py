@@ -10,7 +10,7 @@ import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -19,8 +19,12 @@ from tangram.sim.statistics import Interval, ratio_of
 
 T = TypeVar("T")
 
-Progress = Callable[[float], None]
-"""Is told the share that is done, from 0 to 1."""
+
+class Progress(Protocol):
+    """Is told the share that is done, from 0 to 1, and by some what is being done."""
+
+    def __call__(self, share: float, words: str = "", /) -> None: ...
+
 
 ABOUT = 0.2
 """A number that should be about another one is met within this share of it."""
@@ -68,6 +72,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     goals: dict[str, Goal]
     notes: list[str]
     """Sentences on what was found and why."""
+    sides: dict[str, dict[str, float]] = {}
+    """Of a comparison that shows them: the numbers of each side, means over seeds."""
 
 
 class Findings:
@@ -78,6 +84,7 @@ class Findings:
         self.spread: dict[str, tuple[float, float]] = {}
         self.goals: dict[str, Goal] = {}
         self.notes: list[str] = []
+        self.sides: dict[str, dict[str, float]] = {}
 
     def add(self, name: str, found: float | Interval, goal: Goal | None = None) -> None:
         value = found.mean if isinstance(found, Interval) else float(found)
@@ -97,6 +104,7 @@ class Findings:
             spread=self.spread,
             goals=self.goals,
             notes=self.notes,
+            sides=self.sides,
         )
 
 
@@ -142,4 +150,9 @@ def by_itself(job: Callable[..., T], arguments: tuple[Any, ...], processes: int 
 
 def part(progress: Progress, begin: float, end: float) -> Progress:
     """The progress of one part of a benchmark, as a share of the whole."""
-    return lambda share: progress(begin + share * (end - begin))
+
+    def tell(share: float, words: str = "", /) -> None:
+        whole = begin + share * (end - begin)
+        progress(whole, words) if words else progress(whole)
+
+    return tell

@@ -12,8 +12,11 @@ from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from tangram.bench import BenchResult
+    from tangram.bench.base import Progress
 
 EXAMPLES = """[bold]Examples[/bold]
+
+tangram bench reservation --report report.html  [dim]# real sandboxes, needs root[/dim]
 
 tangram bench coding --quick
 
@@ -26,7 +29,7 @@ tangram bench all --json
 def bench(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="coding, elastic, sizing, scheduler-cost, or all. Without one: the list."),
+        typer.Argument(metavar="NAME", help="reservation, coding, elastic and others, or all. Without one: the list."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", metavar="", help="Fewer seeds and sizes; each ends within a minute.")
@@ -37,10 +40,26 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="DIR", help="Folder with recorded traces to play as well.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Of reservation: write a page to open in a browser, and recordings beside it. Its folder is made.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help="Of reservation: sandbox or process, which isolates nothing. Default: sandbox, without root process.",
+        ),
+    ] = None,
     workers: options.WorkerCount = None,
 ) -> None:
     """Run a benchmark, all its sides on the same work, and say which goals it meets."""
-    from tangram.bench import BENCHES, run
+    from tangram.bench import BENCHES, options_of, run
     from tangram.sim.workloads.options import known
 
     if name is None:
@@ -50,16 +69,36 @@ def bench(
     processes = options.workers_of(workers)
     if trace is not None and not trace.is_dir():
         raise InvalidConfig("trace", str(trace), "a folder that exists")
+    options.output_files(report=report)
+    given = {option: value for option, value in (("report", report), ("backend", backend)) if value is not None}
     for each in BENCHES if name == "all" else [name]:
+        own = {option: value for option, value in given.items() if name != "all" or option in options_of(each)}
+        if "backend" in options_of(each):
+            own["backend"] = backend or _usual_backend()
         with show.progress(f"bench {each}", unit="") as progress:
-            tell = None if progress is None else lambda share, progress=progress: progress(share, 1)
-            result = run(each, quick=quick, trace=trace, processes=processes, progress=tell)
+            tell = None if progress is None else _shares(progress)
+            result = run(each, quick=quick, trace=trace, processes=processes, progress=tell, **own)
         if as_json:
             import msgspec
 
             typer.echo(msgspec.json.encode(result).decode())
         else:
             _print(result)
+            if "report" in own and report is not None:
+                show.where_to_look(report)
+
+
+def _shares(progress: show.Tell) -> Progress:
+    return lambda share, words="": progress(share, 1, words)
+
+
+def _usual_backend() -> str:
+    from tangram.bench.reservation import usual_backend
+
+    backend, why = usual_backend()
+    if why:
+        typer.echo(f"{why}: the programs run as plain processes instead, which isolates nothing", err=True)
+    return backend
 
 
 def _list(benches: dict[str, str], as_json: bool) -> None:
@@ -72,6 +111,8 @@ def _list(benches: dict[str, str], as_json: bool) -> None:
 
 def _print(result: BenchResult) -> None:
     console = show.console()
+    if result.sides:
+        console.print(_sides(result))
     table = show.table(f"{result.name} ({result.label})")
     for head, justify in (("metric", "left"), ("value", "right"), ("95 %", "right"), ("goal", "right"), ("", "left")):
         table.add_column(head, justify=justify)  # type: ignore[arg-type]
@@ -84,6 +125,37 @@ def _print(result: BenchResult) -> None:
     console.print(f"settings: {settings}", highlight=False, markup=False)
     for note in result.notes:
         console.print(note, highlight=False, markup=False)
+
+
+SIDES = {
+    "act_mean_s": "mean ACT",
+    "act_p50_s": "p50",
+    "act_p99_s": "p99",
+    "waiting_mean_s": "of the mean, waiting",
+    "step_s": "step",
+    "core_use": "core use",
+    "held_share": "held by an action, unused",
+    "thinking_share": "kept for an agent that thinks",
+    "wanted_share": "free while an action waits",
+    "unwanted_share": "free, and nobody waits",
+    "others_use": "used by other programs",
+    "reward_mean": "reward",
+}
+"""Words for the numbers of a side."""
+
+
+def _sides(result: BenchResult) -> Any:
+    """The numbers of all sides, one below the other."""
+    from tangram.sim.words import percent, seconds
+
+    table = show.table(f"{result.name} ({result.label}), means over seeds")
+    table.add_column("")
+    for side in result.sides:
+        table.add_column(side, justify="right")
+    for name in next(iter(result.sides.values())):
+        told = seconds if name.endswith("_s") else percent if name.endswith(("_use", "_share")) else _number
+        table.add_row(SIDES.get(name, name), *(told(numbers[name]) for numbers in result.sides.values()))
+    return table
 
 
 def _goal(goal: Any, value: float) -> tuple[str, str]:

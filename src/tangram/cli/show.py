@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -50,8 +50,14 @@ def as_json(value: Any) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
+class Tell(Protocol):
+    """Is told how much of the whole is done, and by some what is being done."""
+
+    def __call__(self, done: float, total: int, doing: str = "", /) -> None: ...
+
+
 @contextmanager
-def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, int], None] | None]:
+def progress(what: str, unit: str = "simulations") -> Iterator[Tell | None]:
     """A callback for the work done and the whole of it, which draws a bar; None if nobody would see one."""
     if not sys.stderr.isatty():
         yield None
@@ -70,8 +76,8 @@ def progress(what: str, unit: str = "simulations") -> Iterator[Callable[[float, 
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None, done="")
 
-        def tell(done: float, total: int) -> None:
-            words = f"{int(done)} of {total} {unit}" if unit else f"{100.0 * done / total:.0f} %"
+        def tell(done: float, total: int, doing: str = "", /) -> None:
+            words = f"{int(done)} of {total} {unit}" if unit else doing or f"{100.0 * done / total:.0f} %"
             bar.update(task, completed=done, total=total, done=words)
 
         yield tell

@@ -1,6 +1,7 @@
 """Baselines: how these resources are used without action-level scheduling.
 
-Each takes the same events and returns the same effects as the scheduler, so the same engine drives it:
+Each takes the same events and returns the same effects as the scheduler, so the same engine drives it, and the
+orchestrator as well: pods can be run for real.
 
 - pods: one pod per trajectory with a CPU request and limit, admitted in order of arrival, kept until the trajectory
   ends; inside, actions start at once and the cores of a node are shared among its pods by request;
@@ -9,7 +10,7 @@ Each takes the same events and returns the same effects as the scheduler, so the
 
 Faults strike them as they strike the policies. A node that goes down takes its pods, and the calls on its devices, with
 it; a pod is not moved, because its files and processes are gone. A start that fails is tried again as often as under
-the scheduler. A pod that waits for a node waits as long as it takes: there is no `stranded_s` here.
+the scheduler. A pod that waits for a node waits as long as it takes: there is no `stranded_s` here, and no time limits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tangram.core.action import NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
 from tangram.core.limits import Limits
 from tangram.core.messages import (
+    Cancel,
     Effect,
     Event,
     Finished,
@@ -38,6 +40,7 @@ from tangram.core.messages import (
     Start,
     Started,
     StartFailed,
+    Stop,
     Submit,
     Tick,
     WakeAt,
@@ -52,6 +55,8 @@ API_BACKOFF_S = 2.0
 """Before the first retry; it doubles with each."""
 ATTEMPTS_MAX = Limits().attempts_max
 """Starts of one action before a failing start is given up: as many as the scheduler allows."""
+
+CANCELLED = "cancelled by the caller"
 
 Replica = tuple[str, tuple[int, ...]]
 """The node and the devices of one copy of a service."""
@@ -72,7 +77,9 @@ class Pod:
 
 
 class _Call:
-    __slots__ = ("action", "attempts", "devices", "granted_at", "pod", "service", "started_at", "submitted_at")
+    __slots__ = (
+        "action", "attempts", "cancelled", "devices", "granted_at", "pod", "service", "started_at", "submitted_at",
+    )  # fmt: skip
 
     def __init__(self, action: Action, now: float) -> None:
         self.action = action
@@ -80,6 +87,8 @@ class _Call:
         self.granted_at = now
         self.started_at = now
         self.attempts = 0
+        self.cancelled = False
+        """It was asked to stop, and has not ended yet."""
         self.pod: Pod | None = None
         self.service: _Static | None = None
         self.devices: Replica | None = None
@@ -150,6 +159,8 @@ class Baseline:
             self._submit(event.action)
         elif isinstance(event, Finished):
             self._finished(event)
+        elif isinstance(event, Cancel):
+            self._cancel(event.action)
         elif isinstance(event, Started):
             call = self._calls[event.action]
             call.started_at = now
@@ -197,8 +208,8 @@ class Baseline:
         return max(fitting, key=lambda node: self._cpu_free[node], default=None)
 
     def _release(self, sandbox: str) -> None:
-        pod = self._pods.pop(sandbox)
-        if pod.lost:
+        pod = self._pods.pop(sandbox, None)
+        if pod is None or pod.lost:
             return
         if pod.node:
             self._cpu_free[pod.node] += round(self.config.request * CORE)
@@ -254,9 +265,36 @@ class Baseline:
             share = Share(f"{GPU}@{node}", len(devices), len(devices), devices)
             self._start(call, node, (share,), len(devices))
 
+    def _cancel(self, action: str) -> None:
+        """What waits settles at once; what runs is stopped, and settles when it has ended."""
+        call = self._calls.get(action)
+        if call is None or call.cancelled:
+            return
+        if self._forget_waiting(call):
+            self._settle(call, Status.CANCELLED, CANCELLED)
+        else:
+            call.cancelled = True
+            self._effects.append(Stop(action=action, reason=CANCELLED))
+
+    def _forget_waiting(self, call: _Call) -> bool:
+        """Take it from wherever it waits. False: it does not."""
+        pod = self._pods.get(call.action.sandbox)
+        if pod is not None and call in pod.waiting:
+            pod.waiting.remove(call)
+        elif call.service is not None and call in call.service.queue:
+            call.service.queue.remove(call)
+        elif any(call is waiting for _, waiting in self._retries):
+            self._retries = [(at, waiting) for at, waiting in self._retries if waiting is not call]
+        else:
+            return False
+        return True
+
     def _finished(self, event: Finished) -> None:
         call = self._calls[event.action]
         self._leave_devices(call)
+        if call.cancelled:
+            self._settle(call, Status.CANCELLED, CANCELLED, event.usage)
+            return
         if event.lost and call.service is None and call.pod is None and call.attempts <= API_RETRIES_MAX:
             wait = API_BACKOFF_S * 2.0 ** (call.attempts - 1)
             self._retries.append((self._now + wait, call))
@@ -279,8 +317,10 @@ class Baseline:
 
     def _settle(self, call: _Call, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
         del self._calls[call.action.id]
-        execution_s = self._now - call.started_at
-        overhead_s = call.started_at - call.granted_at
+        ran_s = self._now - call.started_at if call.attempts else 0.0
+        ours_s = min(usage.overhead_s, ran_s)
+        execution_s = ran_s - ours_s
+        overhead_s = call.started_at - call.granted_at + ours_s
         self._effects.append(
             Settle(
                 outcome=Outcome(
@@ -301,7 +341,10 @@ class Baseline:
     def _start_failed(self, event: StartFailed) -> None:
         """Tried again at once where it is: in its pod, or on the devices of its service."""
         call = self._calls[event.action]
-        if not event.retry or call.attempts >= ATTEMPTS_MAX:
+        if call.cancelled:
+            self._settle(call, Status.CANCELLED, CANCELLED)
+            self._leave_devices(call)
+        elif not event.retry or call.attempts >= ATTEMPTS_MAX:
             self._settle(call, Status.LOST, f"start failed {call.attempts} times, last: {event.reason}")
             self._leave_devices(call)
         elif call.pod is not None:

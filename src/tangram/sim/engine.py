@@ -132,6 +132,8 @@ class Engine:
         self._cpu_next: dict[str, float] = dict.fromkeys(self.cpus, math.inf)
         self._core_s_before = 0.0
         """Used on machines that have died since."""
+        self._core_s_starting = 0.0
+        """Charged to actions for being started."""
         self._devices = Devices(workload.services, pools, DEVICE_MEMORY_GIB)
         self._apis = Apis(workload.apis)
         self._playing = [_Playing(episode) for episode in workload.episodes]
@@ -295,7 +297,9 @@ class Engine:
             if reason:
                 self.at(self.now, self._start_failed, live, grant.attempt, reason)
                 return
-        delay = self.slow_start_s(effect.action) if self.slow_start_s is not None else 0.0
+        delay = live.step.overhead_s
+        if self.slow_start_s is not None:
+            delay += self.slow_start_s(effect.action)
         if GPU in effect.action.demand.pools:
             delay += self._load(live, grant)
         if delay > 0.0:
@@ -386,7 +390,10 @@ class Engine:
         if CPU in kinds and live.node in self.cpus:
             used = self.cpus[live.node].remove(live.action.id, self.now)
             self._next_on(live.node)
-            return Usage(cpu_s=used.used_core_s, throttled_s=used.slowed_s, starved_s=used.starved_s)
+            starting_core_s = live.step.busy * live.step.overhead_s
+            self._core_s_starting += starting_core_s
+            cpu_s = used.used_core_s + starting_core_s
+            return Usage(cpu_s=cpu_s, throttled_s=used.slowed_s, starved_s=used.starved_s)
         if CPU not in kinds and GPU not in kinds:
             self._apis.leave(live.action)
         return Usage()
@@ -480,7 +487,7 @@ class Engine:
 
     def _result(self) -> Result:
         capacity = sum(pool.total for pool in self.pools.values() if pool.kind == CPU) / CORE
-        used = self._core_s_before + sum(cpu.used_total(self.now) for cpu in self.cpus.values())
+        used = self._core_s_before + self._core_s_starting + sum(cpu.used_total(self.now) for cpu in self.cpus.values())
         return Result(
             name=self._name,
             workload=self.workload.name,

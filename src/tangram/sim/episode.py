@@ -25,6 +25,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """CPU cores kept busy per unit of width; a call that waits on disk or network has little."""
     speedup: Speedup = RIGID
     """Along the elastic pool, in truth."""
+    overhead_s: float = 0.0
+    """Seconds of starting it and of giving its units back. It holds them meanwhile, and on CPU it is charged for using
+    as much of a core as while it executes; what the others have left of the node does not change by that."""
     task: str = ""
     """Replaces the task of the episode in the class of this action, for what depends on the data set item."""
 

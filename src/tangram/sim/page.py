@@ -61,8 +61,10 @@ td small { display: block; font-size: 12.5px; color: var(--faint); }
 td small.good { color: var(--good); } td small.bad { color: var(--bad); }
 tr.here td { font-weight: 600; } tr.here td small { font-weight: 400; }
 .dot { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
+.dot.pale { opacity: .26; } .dot.half { opacity: .55; }
 .grid { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(320px, 1fr)); }
 .pair { display: grid; gap: 14px; grid-template-columns: 1fr 1fr; }
+.stack { display: grid; gap: 14px; }
 @media (max-width: 860px) { .pair { grid-template-columns: 1fr; } h1 { font-size: 26px; } main { padding: 28px 16px; } }
 figure svg { display: block; width: 100%; height: auto; overflow: visible; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 13.5px; color: var(--soft); margin: 0 0 8px; }
@@ -143,7 +145,7 @@ def figure(content: str, heading: str = "") -> str:
 
 
 def legend(entries: list[tuple[str, str]], also: str = "") -> str:
-    """(css class of the colour, words) in a row, and a remark."""
+    """(css classes of the colour, and of its shade, words) in a row, and a remark."""
     marks = "".join(f'<span><span class="dot {css}"></span>{escape(words)}</span>' for css, words in entries)
     return f'<div class="legend">{marks}{f"<i>{escape(also)}</i>" if also else ""}</div>'
 

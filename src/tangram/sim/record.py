@@ -6,7 +6,9 @@ Owns both directions. What a recording is taken to say when it becomes a workloa
                 while a turn still runs, belongs to one turn
     work        seconds of execution less those that it lost to others, brought to one unit by the speed-up that the
                 action declares, else by the exponent that a scheduler has learned by the end of the trace
-    CPU use     CPU seconds over those seconds and the cores that it ran on
+    overhead    as recorded, all of it before the start; of an action on devices it is the restore
+    CPU use     CPU seconds over both and the cores that it ran on; unless it is elastic, no more than its limit, to
+                which our own work on sandboxes is not held, and which a short program may exceed for a moment
     services    a restore takes the median of what was recorded; the weights fill the smallest chunk that it ran on
     sandboxes   as reserved
     left out    actions that never settled, or that our side lost, refused or cancelled: their work is unknown
@@ -16,6 +18,7 @@ Promises InvalidTrace with file and line for whatever is malformed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,13 +193,25 @@ def load_recording(path: str | Path) -> Workload:
 class _Seen:
     """One action as the trace shows it."""
 
-    __slots__ = ("action", "devices", "ended_at", "granted_at", "outcome", "stretches", "submitted_at", "width")
+    __slots__ = (
+        "action",
+        "cores_max",
+        "devices",
+        "ended_at",
+        "granted_at",
+        "outcome",
+        "stretches",
+        "submitted_at",
+        "width",
+    )
 
     def __init__(self, action: Action, now: float) -> None:
         self.action = action
         self.submitted_at = now
         self.granted_at = now
         self.ended_at = now
+        self.cores_max = math.inf
+        """That it is taken to use at most; of an elastic one, its width says so."""
         self.devices = 0
         self.outcome: Outcome | None = None
         self.width = 1.0
@@ -213,6 +228,8 @@ class _Seen:
         self.width = start.grant.width / self.unit if elastic else 1.0
         limits = {share.pool.partition("@")[0]: share.limit for share in start.grant.shares}
         self.devices = limits.get(GPU, 0)
+        if CPU in limits and elastic != CPU:
+            self.cores_max = limits[CPU] / CORE
         self.stretches = [(now, self._at_work(limits.get(elastic, self.unit)))]
 
     def resize(self, limit: int, now: float) -> None:
@@ -323,14 +340,18 @@ class _Reading:
         law = self._law(action)
         own = seen.own_share()
         unit_s = seen.over_time(lambda units: units) * own
+        overhead_s = 0.0 if GPU in action.demand.pools else outcome.overhead_s
+        unit_s += overhead_s
+        busy = outcome.usage.cpu_s / unit_s if unit_s > 0.0 else 1.0
         return Step(
             kind=action.kind,
             key=action.key,
             demand=action.demand,
             service=action.service,
             work_s=max(SECONDS_MIN, seen.over_time(law.at) * own),
-            busy=max(BUSY_MIN, outcome.usage.cpu_s / unit_s) if unit_s > 0.0 else 1.0,
+            busy=max(BUSY_MIN, min(busy, seen.cores_max)),
             speedup=law,
+            overhead_s=overhead_s,
             task="" if action.task == task else action.task,
         )
 

@@ -304,6 +304,8 @@ class SessionLease(ProgramLease):
         del self.sandbox.sessions[self.work.session]
         session.close()
         self._shell_gone = True
+        if self.sandbox.is_ending():
+            raise ManagerError(f"sandbox {self.sandbox.name} is gone, and its sessions with it", retry=False)
         raise ExecFailed(errno.EPIPE, f"the shell of session {self.work.session} has ended; its state is lost")
 
     async def _hold_shell(self) -> Session:

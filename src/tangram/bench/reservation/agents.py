@@ -1,0 +1,183 @@
+"""The agents: trajectories that are scripted beforehand and played on real sandboxes.
+
+Owns what every agent does and how long it thinks, drawn from a seed alone: a script knows nothing of who schedules it,
+so both sides of a comparison meet the same work. Thinking is drawn from the distribution that the `coding` workload is
+fitted to, divided by a factor that the caller gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from tangram.bench.reservation.project import BUGS, ENVIRONMENT, PYTHON, SUITE, Bug, passed, substitute
+from tangram.client.client import Client
+from tangram.client.sandbox import Image, Sandbox
+from tangram.core.action import Status
+from tangram.errors import ManagerError
+from tangram.sim.workloads.coding import THINK
+from tangram.sim.workloads.fit import stream
+
+REWARD_CPUS = (1.0, 2.0)
+LOOKS = (2, 5)
+LOOKS_AGAIN = (1, 3)
+"""How often an agent looks around before it has seen the tests fail, and afterwards: least and most."""
+SCRIPT_SHARE = 0.6
+"""Of the agents that write a short program to understand what they see."""
+OUTCOMES = ("right", "right", "wrong", "second try")
+"""Of the siblings of a group, in turn: how the repair goes."""
+MEMORY = "128MiB"
+"""Of one sandbox: two Python processes and the files."""
+
+OUTLINE = (
+    "import ast, pathlib, sys\n"
+    "for path in sorted(pathlib.Path('almanac').glob('*.py')):\n"
+    "    for node in ast.walk(ast.parse(path.read_text())):\n"
+    "        if isinstance(node, ast.FunctionDef):\n"
+    "            print(path, node.lineno, node.name, ast.get_docstring(node) or '')\n"
+)
+"""A program that an agent writes to see what there is."""
+PATCH = (
+    "import pathlib, sys\n"
+    "path, before, after = sys.argv[1:]\n"
+    "file = pathlib.Path(path)\n"
+    "text = file.read_text()\n"
+    "assert text.count(before) == 1, text\n"
+    "file.write_text(text.replace(before, after))\n"
+)
+"""A program that edits one line."""
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """A change of one line through the files of the sandbox, which is no action."""
+
+    path: str
+    before: str
+    after: str
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent thinks, then does one thing."""
+
+    think_s: float
+    key: str
+    does: str | Edit
+    """A command, or an edit."""
+    reward: bool = False
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory."""
+
+    name: str
+    bug: Bug
+    turns: tuple[Turn, ...]
+
+    @property
+    def actions(self) -> int:
+        """Opening and closing the sandbox included."""
+        return 2 + sum(isinstance(turn.does, str) for turn in self.turns)
+
+    @property
+    def think_s(self) -> float:
+        return sum(turn.think_s for turn in self.turns)
+
+
+# ---- what they do -----------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, *, groups: int, siblings: int, think_faster: float) -> tuple[Script, ...]:
+    """The trajectories of a batch: siblings share the bug, and each goes its own way."""
+    found = []
+    for number in range(groups * siblings):
+        group, sibling = divmod(number, siblings)
+        rng = stream("reservation", seed, "agent", number)
+        bug = BUGS[(seed + group) % len(BUGS)]
+        does = [*_way(rng, bug, OUTCOMES[sibling % len(OUTCOMES)]), ("reward", SUITE)]
+        thinks = (THINK.draw(rng, len(does)) / think_faster).tolist()
+        turns = [
+            Turn(think_s=think_s, key=key, does=what, reward=key == "reward")
+            for think_s, (key, what) in zip(thinks, does, strict=True)
+        ]
+        found.append(Script(name=f"agent/{number}", bug=bug, turns=tuple(turns)))
+    return tuple(found)
+
+
+def _way(rng: np.random.Generator, bug: Bug, outcome: str) -> list[tuple[str, str | Edit]]:
+    """From the first look to the last: find, see it fail, repair, see it pass, look at the difference."""
+    tests: tuple[str, str] = ("tests", f"{PYTHON} -m unittest {bug.tests} 2>&1")
+    way: list[tuple[str, str | Edit]] = [*_looks(rng, bug, LOOKS), tests, *_looks(rng, bug, LOOKS_AGAIN)]
+    if rng.random() < SCRIPT_SHARE:
+        way.append(("python", f"{PYTHON} -c {shlex.quote(OUTLINE)}"))
+    if outcome == "right":
+        way += [_edit(rng, bug.path, bug.planted, bug.right), tests]
+    else:
+        way += [_edit(rng, bug.path, bug.planted, bug.misguided), tests]
+    if outcome == "second try":
+        way += [_edit(rng, bug.path, bug.misguided, bug.right), tests]
+    return [*way, ("diff", "diff -r .before/almanac almanac")]
+
+
+def _looks(rng: np.random.Generator, bug: Bug, bounds: tuple[int, int]) -> list[tuple[str, str | Edit]]:
+    looks: list[tuple[str, str | Edit]] = [
+        ("ls", "ls -lR almanac tests"),
+        ("find", "find . -name '*.py' -size +0 | sort"),
+        ("cat", f"cat README.md {bug.path}"),
+        ("grep", f"grep -rn {bug.module} almanac tests"),
+        ("grep", "grep -rnE 'def |class ' almanac tests"),
+        ("sed", f"sed -n '1,20p' {bug.path}"),
+        ("sed", f"sed -n '1,40p' {bug.tests}"),
+    ]
+    count = int(rng.integers(bounds[0], bounds[1], endpoint=True))
+    return [looks[choice] for choice in rng.permutation(len(looks))[:count].tolist()]
+
+
+def _edit(rng: np.random.Generator, path: str, before: str, after: str) -> tuple[str, str | Edit]:
+    """By sed, by a program, or through the files."""
+    ways: list[tuple[str, str | Edit]] = [
+        ("edit", substitute(path, before, after)),
+        ("edit", shlex.join([PYTHON, "-c", PATCH, path, before, after])),
+        ("files", Edit(path, before, after)),
+    ]
+    return ways[int(rng.integers(len(ways)))]
+
+
+# ---- playing ----------------------------------------------------------------------------------------------------
+
+
+async def play(t: Client, script: Script, image: Image, told: Callable[[], None]) -> float:
+    """The whole trajectory on a sandbox of its own. Returns the reward: the share of all tests that passed.
+
+    `told` is called after each action. What our side fails is raised, never a reward of 0.
+    """
+    reward = 0.0
+    async with t.sandbox(
+        image=image, memory=MEMORY, env=ENVIRONMENT, run="reservation", trajectory=script.name, task=script.bug.name
+    ) as box:
+        told()
+        for turn in script.turns:
+            await asyncio.sleep(turn.think_s)
+            if isinstance(turn.does, Edit):
+                await _carry_out(box, turn.does)
+                continue
+            result = await box.exec(turn.does, key=turn.key, cpus=REWARD_CPUS if turn.reward else None)
+            if result.status is not Status.SUCCEEDED:
+                result.check()
+            if turn.reward:
+                good, total = passed(result.stdout)
+                if not total:
+                    raise ManagerError(f"the tests of {script.name} did not run: {result.stdout[-500:]}", retry=False)
+                reward = good / total
+            told()
+    told()
+    return reward
+
+
+async def _carry_out(box: Sandbox, edit: Edit) -> None:
+    text = await box.read_text(edit.path)
+    assert text.count(edit.before) == 1, f"{edit.before!r} is {text.count(edit.before)} times in {edit.path}"
+    await box.write(edit.path, text.replace(edit.before, edit.after))

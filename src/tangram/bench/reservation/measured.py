@@ -1,0 +1,222 @@
+"""What a recorded side shows: every action with its times, and what the cores did meanwhile.
+
+Owns the reading of a trace as measurements. Never looks at anything but the trace. Times count from the first
+reservation of a trajectory, and the step ends when the last one has been released. What the cores did is divided,
+moment by moment, into
+
+    used       by programs of actions: their CPU seconds, spread evenly over the time of their grant
+    held       reserved for an action that ran and did not use them: a program that waited, started or ended
+    thinking   reserved for a trajectory none of whose actions ran: its agent was thinking
+    wanted     reserved for nobody and unused, while some action waited
+    unwanted   reserved for nobody and unused, and no action waited
+
+which add up to all cores over the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tangram.core.action import Action, Outcome
+from tangram.core.demand import CORE, CPU
+from tangram.core.messages import Finished, Message, Release, Reserve, Resize, Settle, Start, Submit
+from tangram.sim.record import opened
+from tangram.sim.result import COMPLETED, ActionRow, Result
+
+USED, HELD, THINKING, WAITING = range(4)
+CURVES = 4
+"""What is followed over time: cores of the first three kinds, and the number of waiting actions."""
+
+
+class CoreTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of the core time of a step; together 1."""
+
+    used: float
+    held: float
+    thinking: float
+    wanted: float
+    unwanted: float
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One side under one seed."""
+
+    result: Result
+    core_time: CoreTime
+
+
+class _Act:
+    """One action on its way through the trace."""
+
+    __slots__ = ("action", "ended_at", "granted_at", "node", "outcome", "reserves", "submitted_at", "width")
+
+    def __init__(self, action: Action, now: float) -> None:
+        self.action = action
+        self.submitted_at = now
+        self.granted_at: float | None = None
+        self.ended_at = now
+        self.outcome: Outcome | None = None
+        self.node = ""
+        self.width = 0.0
+        self.reserves: list[tuple[float, float]] = []
+        """(since, cores), in order."""
+
+
+def read(path: Path, trajectories: Iterable[str], *, name: str, keeps_cores: float = 0.0) -> Measured:
+    """The given trajectories of a recording. `keeps_cores`: what each one keeps from its first grant to its release."""
+    wanted = frozenset(trajectories)
+    acts: dict[str, _Act] = {}
+    boxes: dict[str, tuple[float, float]] = {}
+    """When each sandbox was reserved and released."""
+    with opened(path) as (header, lines):
+        cores = sum(pool.total for pool in header.pools if pool.kind == CPU) / CORE
+        for line in lines:
+            _take(line.message, line.t, acts, boxes)
+    own = [act for act in acts.values() if act.action.trajectory in wanted]
+    assert all(act.outcome is not None for act in own), "every action of a whole recording has settled"
+    spans = {act.action.sandbox: boxes[act.action.sandbox] for act in own}
+    start = min(since for since, _ in spans.values())
+    end = max(until for _, until in spans.values())
+    moments = _Moments(cores, start, end)
+    for act in own:
+        moments.add_action(act)
+    if keeps_cores:
+        moments.add_trajectories(own, spans, keeps_cores)
+    result = Result(
+        name=name,
+        workload="coding agents",
+        seed=0,
+        rows=_rows(own, start),
+        episode_ends=[until - start for _, until in spans.values()],
+        episodes_failed=len({act.action.sandbox for act in own if not _completed(act)}),
+        makespan_s=end - start,
+        cores=cores,
+        core_s=sum(act.outcome.usage.cpu_s for act in own if act.outcome is not None),
+        busy=moments.busy(),
+    )
+    return Measured(result=result, core_time=moments.core_time())
+
+
+def _take(message: Message, now: float, acts: dict[str, _Act], boxes: dict[str, tuple[float, float]]) -> None:
+    if isinstance(message, Submit):
+        acts[message.action.id] = _Act(message.action, now)
+    elif isinstance(message, Reserve):
+        boxes[message.sandbox] = (now, now)
+    elif isinstance(message, Release):
+        boxes[message.sandbox] = (boxes[message.sandbox][0], now)
+    elif isinstance(message, Start):
+        act, share = acts[message.action.id], message.grant.shares[0]
+        act.granted_at, act.node, act.width = now, message.grant.node, message.grant.width / CORE
+        act.reserves = [(now, share.reserved / CORE)]
+    elif isinstance(message, Resize):
+        acts[message.action].reserves.append((now, message.reserved / CORE))
+    elif isinstance(message, Finished):
+        acts[message.action].ended_at = now
+    elif isinstance(message, Settle):
+        act = acts[message.outcome.action]
+        act.ended_at, act.outcome = now, message.outcome
+
+
+def _completed(act: _Act) -> bool:
+    return act.outcome is not None and act.outcome.status.value in COMPLETED
+
+
+def _rows(acts: list[_Act], start: float) -> list[ActionRow]:
+    rows = []
+    turns: dict[str, int] = {}
+    for act in acts:
+        outcome, action = act.outcome, act.action
+        assert outcome is not None
+        turn = turns[action.trajectory] = turns.get(action.trajectory, -1) + 1
+        rows.append(
+            ActionRow(
+                id=f"{action.trajectory}.{turn}.0",
+                run=action.run,
+                kind=action.kind,
+                key=action.key,
+                status=outcome.status.value,
+                submitted_at=act.submitted_at - start,
+                ended_at=act.ended_at - start,
+                waiting_s=outcome.waiting_s,
+                execution_s=outcome.execution_s,
+                overhead_s=outcome.overhead_s,
+                node=act.node,
+                width=act.width,
+                cpu_s=outcome.usage.cpu_s,
+            )
+        )
+    return sorted(rows, key=lambda row: row.ended_at)
+
+
+class _Moments:
+    """Cores in use, held, kept and wanted over time, as steps that add up."""
+
+    def __init__(self, cores: float, start: float, end: float) -> None:
+        self._cores = cores
+        self._start, self._end = start, end
+        self._steps: list[tuple[float, int, float]] = []
+        """(time, which curve, by how much it changes)."""
+
+    def _between(self, since: float, until: float, curve: int, amount: float) -> None:
+        if until > since and amount:
+            self._steps += [(since, curve, amount), (until, curve, -amount)]
+
+    def add_action(self, act: _Act) -> None:
+        granted = act.ended_at if act.granted_at is None else act.granted_at
+        self._between(act.submitted_at, granted, WAITING, 1.0)
+        if act.granted_at is None or act.outcome is None:
+            return
+        rate = act.outcome.usage.cpu_s / max(act.ended_at - granted, 1e-9)
+        self._between(granted, act.ended_at, USED, rate)
+        ends = [since for since, _ in act.reserves[1:]] + [act.ended_at]
+        for (since, reserved), until in zip(act.reserves, ends, strict=True):
+            self._between(since, until, HELD, max(0.0, reserved - rate))
+
+    def add_trajectories(self, acts: list[_Act], spans: dict[str, tuple[float, float]], cores: float) -> None:
+        """Kept from the first grant to the release, but for the time in which an action holds them."""
+        for box, (_, released) in spans.items():
+            granted = [(act.granted_at, act.ended_at) for act in acts if act.action.sandbox == box]
+            inside = sorted((since, until) for since, until in granted if since is not None)
+            at = inside[0][0] if inside else released
+            for since, until in inside:
+                self._between(at, since, THINKING, cores)
+                at = max(at, until)
+            self._between(at, released, THINKING, cores)
+
+    def _curves(self) -> tuple[np.ndarray, np.ndarray]:
+        """The times at which anything changes, and the curves from each of them to the next."""
+        times = np.unique(np.clip([self._start, self._end, *(at for at, _, _ in self._steps)], self._start, self._end))
+        changes = np.zeros((CURVES, len(times)))
+        for at, curve, amount in self._steps:
+            changes[curve, np.searchsorted(times, min(max(at, self._start), self._end))] += amount
+        return times, np.cumsum(changes, axis=1)
+
+    def busy(self) -> list[tuple[float, float]]:
+        times, curves = self._curves()
+        used = np.maximum(curves[USED], 0.0)
+        return list(zip((times - self._start).tolist(), used.tolist(), strict=True))
+
+    def core_time(self) -> CoreTime:
+        times, curves = self._curves()
+        lasts = np.diff(times)
+        used, held, thinking, waiting = (np.maximum(curve[:-1], 0.0) for curve in curves)
+        held = np.minimum(held, np.maximum(self._cores - used, 0.0))
+        thinking = np.minimum(thinking, np.maximum(self._cores - used - held, 0.0))
+        free = self._cores - used - held - thinking
+        someone = waiting > 0.5
+        whole = self._cores * (self._end - self._start)
+
+        def share(curve: np.ndarray) -> float:
+            return float((curve * lasts).sum() / whole)
+
+        return CoreTime(
+            used=share(used),
+            held=share(held),
+            thinking=share(thinking),
+            wanted=share(np.where(someone, free, 0.0)),
+            unwanted=share(np.where(someone, 0.0, free)),
+        )
