@@ -224,11 +224,15 @@ def owners(tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str]) -> 
     state.mkdir(mode=0o711)
     (state / "images").symlink_to(_images)
     found = Owners(state)
-    with nothing_left(state, found.pids):
-        try:
-            yield found
-        finally:
-            found.close()
+    try:
+        with nothing_left(state, found.pids):
+            try:
+                yield found
+            finally:
+                found.close()
+    finally:  # a test that has failed leaves nothing either
+        for name in [name for process in found.pids for name in owners_of(process)]:
+            cgroups.remove_owner(name)
     said = capfd.readouterr().err
     assert "spawner.py" not in said, f"the spawner broke down: {said}"
 

@@ -107,6 +107,8 @@ class Sandbox:
             "close", Demand({CPU: cores(CLOSE_CORES)}), idempotent=True, priority=PRIORITY_MAX, deadline_s=CLOSE_WAIT_S
         )
         try:
+            if not self._transport.is_placed(self.name):
+                return  # opening was given up while it waited
             settled = await self._transport.submit(action, Close()).settled()
             if settled.outcome.status is not Status.SUCCEEDED:
                 # An action like others, but one that does not wait for ever: somebody may hold all cores.

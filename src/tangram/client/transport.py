@@ -42,6 +42,10 @@ class Transport(Protocol):
 
     def release(self, sandbox: str) -> None: ...
 
+    def is_placed(self, sandbox: str) -> bool:
+        """Whether anything of it has been made."""
+        ...
+
     async def discard(self, sandbox: str) -> None:
         """End a sandbox at once, outside of every queue."""
         ...
@@ -88,6 +92,9 @@ class LocalTransport:
 
     def release(self, sandbox: str) -> None:
         self.orchestrator.release(sandbox)
+
+    def is_placed(self, sandbox: str) -> bool:
+        return self.orchestrator.is_placed(sandbox)
 
     async def discard(self, sandbox: str) -> None:
         await self.orchestrator.discard(sandbox)

@@ -89,7 +89,7 @@ class Ticket:
         self.ended: Ended | None = None
         self.look: asyncio.TimerHandle | None = None
         """When what it uses is measured next."""
-        self.error: InvalidInput | None = None
+        self.error: InvalidInput | AdmissionRefused | None = None
         """What the manager found wrong with what was asked."""
 
 
@@ -202,6 +202,10 @@ class Orchestrator:
         self._node_by_sandbox.pop(sandbox, None)
         self._send(Release(sandbox=sandbox))
 
+    def is_placed(self, sandbox: str) -> bool:
+        """Whether it has a node, and so something to end."""
+        return sandbox in self._node_by_sandbox
+
     async def discard(self, sandbox: str) -> None:
         """End a sandbox at once: nobody is asked, and no units are granted for it."""
         node = self._node_by_sandbox.get(sandbox)
@@ -312,13 +316,23 @@ class Orchestrator:
     # ---- carrying out ----
 
     async def _carry_out(self, ticket: Ticket, grant: Grant) -> None:
+        try:
+            await self._carry(ticket, grant)
+        except BaseException as error:
+            # Cancelled from outside, as by a second Ctrl-C, or a bug: nothing would settle the action any more.
+            self._break(error if isinstance(error, Exception) else ManagerError("the orchestrator was interrupted"))
+            raise
+
+    async def _carry(self, ticket: Ticket, grant: Grant) -> None:
         action = ticket.action.id
         try:
             lease = await self._managers[grant.node].start(ticket.action, grant, ticket.work, ticket.output)
-        except (ManagerError, OSError, InvalidInput) as error:
-            if isinstance(error, InvalidInput):
-                ticket.error = error
-            retry = error.retry if isinstance(error, ManagerError) else not isinstance(error, InvalidInput)
+        except (InvalidInput, AdmissionRefused) as error:
+            ticket.error = error
+            self._send(StartFailed(action=action, reason=str(error), retry=False, attempt=grant.attempt))
+            return
+        except (ManagerError, OSError) as error:
+            retry = error.retry if isinstance(error, ManagerError) else True
             self._send(StartFailed(action=action, reason=str(error), retry=retry, attempt=grant.attempt))
             return
         ticket.lease = lease
@@ -330,6 +344,9 @@ class Orchestrator:
         self._look_later(ticket, LOOK_FIRST_S)
         try:
             ended = await lease.wait()
+        except (InvalidInput, AdmissionRefused) as error:
+            ticket.error = error
+            ended = Ended(lost=str(error))
         except (ManagerError, OSError) as error:
             ended = Ended(lost=f"{type(error).__name__}: {error}")
         if ticket.look is not None:
