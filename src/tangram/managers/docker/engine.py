@@ -25,6 +25,8 @@ API_VERSION = (1, 41)
 REQUEST_S = 120.0
 """For one request. Making a container takes a fraction of a second; a loaded machine takes its time."""
 CONNECT_S = 10.0
+SILENCE_S = 600.0
+"""In which nothing is heard of a file that goes to the engine or comes from it. Longer than any disk takes."""
 CONNECTIONS_MAX = 64
 """Requests under way at once; a further one waits. The streams of programs do not count."""
 REASON_BYTES_MAX = 4096
@@ -146,7 +148,7 @@ class Engine:
 
     async def upload(self, method: str, path: str, tar: AsyncIterator[bytes], *, what: str, query: Query) -> bytes:
         kind = {"Content-Type": "application/x-tar"}
-        async with self._request(method, path, what, query, data=tar, headers=kind, timeout=self._no_end()) as answer:
+        async with self._request(method, path, what, query, data=tar, headers=kind, timeout=self._timeout()) as answer:
             return await answer.read()
 
     @contextlib.asynccontextmanager
@@ -154,7 +156,7 @@ class Engine:
         self, path: str, *, what: str, query: dict[str, str]
     ) -> AsyncIterator[tuple[Json, AsyncIterator[bytes]]]:
         """What the engine says about the path, and its content as a tar."""
-        async with self._request("GET", path, what, query, timeout=self._no_end()) as answer:
+        async with self._request("GET", path, what, query, timeout=self._timeout()) as answer:
             yield _path_stat(answer), answer.content.iter_chunked(PIECE_BYTES)
 
     async def path_stat(self, path: str, *, what: str, query: dict[str, str]) -> Json:
@@ -166,16 +168,16 @@ class Engine:
     ) -> None:
         """Tell every event until the engine ends the stream. `listening` is called when none is missed any more."""
         query = {"filters": json.dumps(filters)}
-        async with self._request("GET", "/events", "tell its events", query, timeout=self._no_end()) as answer:
+        async with self._request("GET", "/events", "tell its events", query, timeout=self._timeout(None)) as answer:
             listening()
             async for line in answer.content:
                 tell(json.loads(line))
 
-    def _no_end(self) -> aiohttp.ClientTimeout:
+    def _timeout(self, silence_s: float | None = SILENCE_S) -> aiohttp.ClientTimeout:
         """Of what lasts as long as it lasts."""
         import aiohttp
 
-        return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
 
     @contextlib.asynccontextmanager
     async def _request(
