@@ -65,8 +65,11 @@ def substitute(path: str, before: str, after: str) -> str:
 
 
 def passed(output: str) -> tuple[int, int]:
-    """Tests that passed, and all: what the processes of the suite printed, in whatever order."""
-    ran = sum(int(count) for count in re.findall(r"^Ran (\d+) tests? in ", output, re.MULTILINE))
+    """Tests that passed, and all: what the processes of the suite printed, in whatever order.
+
+    A line comes whole, but it may stand behind the dots that another process has printed so far.
+    """
+    ran = sum(int(count) for count in re.findall(r"Ran (\d+) tests? in ", output))
     wrong = sum(int(count) for count in re.findall(r"(?:failures|errors)=(\d+)", output))
     return ran - wrong, ran
 

@@ -1,28 +1,42 @@
 """Cores: which CPUs of the machine each running action sees.
 
 Owns the choice of CPUs, so that `nproc` says an action's width. Never limits how much CPU is used: quota and weight do.
-Promises every action as many CPUs as its width asks for, on the NUMA nodes of its grant, the least loaded ones, and
-after each end at most one move that relieves the most loaded CPU.
+Promises every action as many CPUs as its width asks for, on the NUMA nodes of its grant, the least loaded ones; for up
+to REPACK_MAX actions also that a CPU is asked for more than it has only if placing all anew would not avoid it.
+
+An action that may use one and a half CPUs needs all of one and half of another. So it weighs on them: what it shares
+with others is the half, and by that it is weighed against them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tangram.core.demand import CORE
 from tangram.managers.width import whole_cores
 
 RELIEF_MIN = 100
-"""Milli-cores by which a move must even out two CPUs; less is not worth the write."""
+"""Milli-cores by which moving must relieve the most loaded CPU; less is not worth the writes."""
+REPACK_MAX = 32
+"""Actions up to which all of them are placed anew if that helps. With more, CPUs are evened out by the many."""
+
+Moves = dict[str, tuple[int, ...]]
+"""Actions that are to run on other CPUs from now on."""
 
 
 class _Placed:
-    __slots__ = ("cells", "cpus", "load")
+    __slots__ = ("cells", "count", "loads", "reserved")
 
-    def __init__(self, cpus: tuple[int, ...], load: float, cells: tuple[int, ...]) -> None:
-        self.cpus = cpus
-        self.load = load
-        """Milli-cores that it has on each of them."""
+    def __init__(self, count: int, reserved: int, cells: tuple[int, ...]) -> None:
+        self.count = count
+        self.reserved = reserved
         self.cells = cells
+        self.loads: dict[int, float] = {}
+        """Milli-cores on each of its CPUs."""
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        return tuple(sorted(self.loads))
 
 
 class Cores:
@@ -35,54 +49,85 @@ class Cores:
         self._load: dict[int, float] = dict.fromkeys(cpus, 0.0)
         self._placed: dict[str, _Placed] = {}
 
-    def place(self, action: str, *, width: int, reserved: int, cells: Iterable[int] = ()) -> tuple[int, ...]:
-        """CPUs for an action, increasing."""
-        among = self._among(tuple(cells))
-        count = min(whole_cores(width), len(self.all))
-        if count > len(among):
-            among = self.all
-        chosen = among if count == len(among) else tuple(sorted(sorted(among, key=self._load.__getitem__)[:count]))
-        placed = _Placed(chosen, reserved / count, tuple(cells))
-        self._add(placed, +1.0)
+    def place(
+        self, action: str, *, width: int, reserved: int, cells: Iterable[int] = ()
+    ) -> tuple[tuple[int, ...], Moves]:
+        """CPUs for an action, increasing, and who else moves for it."""
+        placed = _Placed(min(whole_cores(width), len(self.all)), reserved, tuple(cells))
         self._placed[action] = placed
-        return chosen
+        self._settle(placed)
+        moves = self._repacked() if max(self._load.values()) > CORE else {}
+        moves.pop(action, None)
+        return placed.cpus, moves
 
     def change(self, action: str, reserved: int) -> None:
         """Another reserve; its CPUs stay."""
         placed = self._placed[action]
-        self._add(placed, -1.0)
-        placed.load = reserved / len(placed.cpus)
-        self._add(placed, +1.0)
+        cpus = placed.cpus
+        self._lift(placed)
+        placed.reserved = reserved
+        self._put(placed, cpus)
 
-    def leave(self, action: str) -> tuple[str, tuple[int, ...]] | None:
-        """Its CPUs are free. Returns the action that should move, and where to."""
-        self._add(self._placed.pop(action), -1.0)
-        return self._relief()
+    def leave(self, action: str) -> Moves:
+        """Its CPUs are free. Returns who should move there."""
+        self._lift(self._placed.pop(action))
+        hot, cold = max(self._load.values()), min(self._load.values())
+        return self._repacked() if hot - cold >= RELIEF_MIN else {}
 
-    def _among(self, cells: tuple[int, ...]) -> tuple[int, ...]:
-        found = tuple([cpu for cell in cells for cpu in self._cpus_by_cell.get(cell, ())])
-        return found or self.all
+    def weight(self, action: str) -> int:
+        """Milli-cores by which it is weighed against others."""
+        placed = self._placed[action]
+        shared = placed.reserved - (placed.count - 1) * CORE
+        return shared * placed.count if shared > 0 else placed.reserved
 
-    def _add(self, placed: _Placed, sign: float) -> None:
-        for cpu in placed.cpus:
-            self._load[cpu] += sign * placed.load
+    # ---- placing ----
 
-    def _relief(self) -> tuple[str, tuple[int, ...]] | None:
-        hot = max(self.all, key=self._load.__getitem__)
-        cold = min(self.all, key=self._load.__getitem__)
-        gap = self._load[hot] - self._load[cold]
-        if gap < RELIEF_MIN:
-            return None
-        best: tuple[float, str] | None = None
-        for action, placed in self._placed.items():
-            after = abs(gap - 2.0 * placed.load)
-            fits = hot in placed.cpus and cold not in placed.cpus and cold in self._among(placed.cells)
-            if fits and gap - after >= RELIEF_MIN and (best is None or after < best[0]):
-                best = (after, action)
-        if best is None:
-            return None
-        placed = self._placed[best[1]]
-        self._add(placed, -1.0)
-        placed.cpus = tuple(sorted([cold, *(cpu for cpu in placed.cpus if cpu != hot)]))
-        self._add(placed, +1.0)
-        return best[1], placed.cpus
+    def _settle(self, placed: _Placed) -> None:
+        """On the least loaded CPUs that it may have."""
+        among = self._among(placed)
+        chosen = among if placed.count == len(among) else sorted(among, key=self._load.__getitem__)[: placed.count]
+        self._put(placed, chosen)
+
+    def _put(self, placed: _Placed, cpus: Iterable[int]) -> None:
+        """All of its CPUs but one are its own as far as it needs them; the most loaded is the one it shares."""
+        by_load = sorted(cpus, key=self._load.__getitem__)
+        shared = placed.reserved - (placed.count - 1) * CORE
+        even = placed.reserved / placed.count
+        for cpu in by_load:
+            placed.loads[cpu] = even if shared <= 0 else float(CORE)
+        if shared > 0:
+            placed.loads[by_load[-1]] = float(shared)
+        for cpu, load in placed.loads.items():
+            self._load[cpu] += load
+
+    def _lift(self, placed: _Placed) -> None:
+        for cpu, load in placed.loads.items():
+            self._load[cpu] -= load
+        placed.loads = {}
+
+    def _among(self, placed: _Placed) -> tuple[int, ...]:
+        found = tuple([cpu for cell in placed.cells for cpu in self._cpus_by_cell.get(cell, ())])
+        return found if len(found) >= placed.count else self.all
+
+    def _repacked(self) -> Moves:
+        """Place all anew, the heaviest first, if that relieves the most loaded CPU by enough."""
+        if len(self._placed) > REPACK_MAX:
+            return {}
+        before = {action: dict(placed.loads) for action, placed in self._placed.items()}
+        hot = max(self._load.values())
+        for placed in self._placed.values():
+            self._lift(placed)
+        for placed in sorted(self._placed.values(), key=lambda placed: -placed.reserved / placed.count):
+            self._settle(placed)
+        if hot - max(self._load.values()) < RELIEF_MIN:
+            for action, placed in self._placed.items():
+                self._lift(placed)
+                placed.loads = before[action]
+                for cpu, load in placed.loads.items():
+                    self._load[cpu] += load
+            return {}
+        return {
+            action: placed.cpus
+            for action, placed in self._placed.items()
+            if placed.cpus != tuple(sorted(before[action]))
+        }

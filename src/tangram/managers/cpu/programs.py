@@ -21,7 +21,7 @@ from tangram.core.messages import Grant, Share
 from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S, Output
 from tangram.managers.capture import Capture
-from tangram.managers.cpu.cores import Cores
+from tangram.managers.cpu.cores import Cores, Moves
 from tangram.managers.cpu.images import SANDBOX_UID
 from tangram.managers.cpu.sandbox import Sandbox, Slot
 from tangram.managers.cpu.session import Session
@@ -45,25 +45,33 @@ class Placement:
 
     def enter(self, action: str, grant: Grant, share: Share, sandbox: Sandbox) -> tuple[Slot, int]:
         """The slot of an action, and its width on this machine."""
-        cpus = self._cores.place(action, width=grant.width, reserved=share.reserved, cells=share.cells)
+        cores = self._cores
+        cpus, moves = cores.place(action, width=grant.width, reserved=share.reserved, cells=share.cells)
         try:
-            slot = sandbox.enter(reserved=share.reserved, limit=min(share.limit, self._cores.total), cpus=cpus)
+            slot = sandbox.enter(weight=cores.weight(action), limit=min(share.limit, cores.total), cpus=cpus)
         except BaseException:
-            self._cores.leave(action)
+            moves |= cores.leave(action)
             raise
+        finally:
+            self._move(moves)
         self._slots[action] = slot
         return slot, len(cpus) * CORE
 
     def resize(self, action: str, sandbox: Sandbox, *, reserved: int, limit: int) -> None:
-        sandbox.resize(self._slots[action], reserved=reserved, limit=min(limit, self._cores.total))
         self._cores.change(action, reserved)
+        weight = self._cores.weight(action)
+        sandbox.resize(self._slots[action], weight=weight, limit=min(limit, self._cores.total))
 
     def leave(self, action: str) -> None:
         del self._slots[action]
-        moved = self._cores.leave(action)
-        if moved is not None:
-            with contextlib.suppress(OSError):  # its sandbox may be going
-                self._slots[moved[0]].group.set_cpus(moved[1])
+        self._move(self._cores.leave(action))
+
+    def _move(self, moves: Moves) -> None:
+        for action, cpus in moves.items():
+            slot = self._slots.get(action)
+            if slot is not None:
+                with contextlib.suppress(ManagerError):  # its sandbox may be going
+                    slot.group.set_cpus(cpus)
 
 
 class ProgramLease:

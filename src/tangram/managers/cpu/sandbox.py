@@ -83,7 +83,7 @@ class Sandbox:
         """Streams of actions that have ended, which what they left running still holds."""
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
-        self._reserved_by_slot: dict[Slot, int] = {}
+        self._weight_by_slot: dict[Slot, int] = {}
         self._background: Group | None = None
         self._files: Slot | None = None
         self._frozen = False
@@ -128,7 +128,7 @@ class Sandbox:
 
     # ---- actions ----
 
-    def enter(self, *, reserved: int, limit: int, cpus: tuple[int, ...]) -> Slot:
+    def enter(self, *, weight: int, limit: int, cpus: tuple[int, ...]) -> Slot:
         """A slot with these units; the sandbox runs."""
         if self._free:
             slot = self._free.pop()
@@ -138,21 +138,21 @@ class Sandbox:
         try:
             if self._holds:
                 slot.group.freeze()
-            slot.group.set_cpu(reserved=reserved, limit=limit)
+            slot.group.set_cpu(reserved=weight, limit=limit)
             slot.affinity = () if slot.group.set_cpus(cpus) else cpus
         except BaseException:
             self._free.append(slot)
             raise
-        if not self._reserved_by_slot:
+        if not self._weight_by_slot:
             self.wake()
             if self.group.version == 1:
                 self.group.forget_memory_peak()
-        self._weigh(slot, reserved)
+        self._weigh(slot, weight)
         return slot
 
-    def resize(self, slot: Slot, *, reserved: int, limit: int) -> None:
-        slot.group.set_cpu(reserved=reserved, limit=limit)
-        self._weigh(slot, reserved)
+    def resize(self, slot: Slot, *, weight: int, limit: int) -> None:
+        slot.group.set_cpu(reserved=weight, limit=limit)
+        self._weigh(slot, weight)
 
     def leave(self, slot: Slot) -> None:
         """Whatever still runs there goes to the background; without any action the sandbox stands still."""
@@ -164,9 +164,9 @@ class Sandbox:
                     break
                 self._background_group().adopt(left)
             slot.group.thaw()
-        del self._reserved_by_slot[slot]
+        del self._weight_by_slot[slot]
         self._free.append(slot)
-        if self._reserved_by_slot:
+        if self._weight_by_slot:
             self._weigh()
         elif self._background is not None and not self._frozen and not self._ending and not self.is_ending():
             self._background.freeze()
@@ -183,10 +183,10 @@ class Sandbox:
             await asyncio.sleep(KILL_PAUSE_S)
         raise ManagerError(f"processes of sandbox {self.name} cannot be killed: {slot.group.processes()[:8]}")
 
-    def _weigh(self, slot: Slot | None = None, reserved: int = 0) -> None:
+    def _weigh(self, slot: Slot | None = None, weight: int = 0) -> None:
         if slot is not None:
-            self._reserved_by_slot[slot] = reserved
-        self.group.set_weight(sum(self._reserved_by_slot.values()))
+            self._weight_by_slot[slot] = weight
+        self.group.set_weight(sum(self._weight_by_slot.values()))
 
     def wake(self) -> None:
         """What was left running runs."""

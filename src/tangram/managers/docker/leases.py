@@ -78,7 +78,7 @@ class ProgramLease:
         self._cores = cores
         self._width = grant.width
         reserved, limit, cells = _granted(grant)
-        cpus = cores.place(action, width=grant.width, reserved=reserved, cells=cells)
+        cpus, _ = cores.place(action, width=grant.width, reserved=reserved, cells=cells)
         self._claim = Claim(reserved=reserved, limit=limit, cpus=cpus)
         self._run = Run(self._claim.token, work.capture_bytes_max, output)
         self._shell: Shell | None = None
