@@ -84,7 +84,7 @@ def test_a_bug_fails_its_tests_a_misguided_repair_some_and_the_right_one_none(bu
 
 def test_counts_of_tests_are_read_whatever_the_order_of_the_processes() -> None:
     output = (
-        "..F\nRan 4 tests in 0.1s\n\nRan 3 tests in 0.2s\nFAILED (failures=1, errors=2)\n\nOK\nRan 1 test in 0.0s\n"
+        "..F\nRan 4 tests in 0.1s\n..Ran 3 tests in 0.2s\n.FAILED (failures=1, errors=2)\n\nOK\nRan 1 test in 0.0s\n"
     )
     assert project.passed(output) == (5, 8)
 
