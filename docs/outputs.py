@@ -29,7 +29,7 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
-COMMAND_S_MAX = 100.0
+COMMAND_S_MAX = 300.0
 """A documented command that takes longer is no example."""
 
 
