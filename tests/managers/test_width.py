@@ -25,11 +25,6 @@ def test_what_the_caller_has_set_stays_but_for_our_own() -> None:
     assert (environment["OMP_NUM_THREADS"], environment["TANGRAM_CPUS"], environment["PATH"]) == ("1", "3", "/bin")
 
 
-def test_java_is_told_only_when_asked_because_it_prints_that() -> None:
-    assert "JAVA_TOOL_OPTIONS" not in told(2000, {})
-    assert told(2000, {}, java=True)["JAVA_TOOL_OPTIONS"] == "-XX:ActiveProcessorCount=2"
-
-
 def test_a_command_may_name_the_width() -> None:
     assert filled_in("pytest -n {cpus} {other}", 4000) == "pytest -n 4 {other}"
     assert filled_in(("make", "-j{cpus}"), 500) == ("make", "-j1")

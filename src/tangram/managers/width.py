@@ -45,21 +45,16 @@ COUNTS = (
 JOBS = {"MAKEFLAGS": "-j{cpus}", "NINJAFLAGS": "-j{cpus}", "SCONSFLAGS": "-j{cpus}"}
 """Variables that hold options."""
 
-JAVA = {"JAVA_TOOL_OPTIONS": "-XX:ActiveProcessorCount={cpus}"}
-"""Java prints a line to stderr when this is set, so it is told only when it is asked for."""
-
 
 def whole_cores(width: int) -> int:
     """Milli-cores as a number of cores: whoever may use one and a half needs two to run on."""
     return max(1, -(-width // CORE))
 
 
-def told(width: int, environment: dict[str, str], *, java: bool = False) -> dict[str, str]:
+def told(width: int, environment: dict[str, str]) -> dict[str, str]:
     """The environment with the width in it. What the caller has set stays: it asked for that."""
     cpus = str(whole_cores(width))
     own = dict.fromkeys(COUNTS, cpus) | {name: value.replace(PLACEHOLDER, cpus) for name, value in JOBS.items()}
-    if java:
-        own |= {name: value.replace(PLACEHOLDER, cpus) for name, value in JAVA.items()}
     return own | environment | {"TANGRAM_CPUS": cpus}
 
 

@@ -43,7 +43,7 @@ from tangram.core.messages import (
     Used,
     WakeAt,
 )
-from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
+from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
 from tangram.managers.base import Lease, Manager, Output
 from tangram.managers.work import Close, Ended, Executed, Work
 
@@ -311,7 +311,7 @@ class Orchestrator:
             self._on_settle(Settle(outcome=outcome))
 
     def _on_restore(self, effect: Restore) -> None:
-        raise NotImplementedError("no manager of devices yet")
+        raise InvariantError(f"service {effect.service} is to be restored, and no manager here has devices")
 
     # ---- carrying out ----
 

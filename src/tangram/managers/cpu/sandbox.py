@@ -172,9 +172,6 @@ class Sandbox:
             self._background.freeze()
             self._frozen = True
 
-    def background(self, pids: list[int]) -> None:
-        self._background_group().adopt(pids)
-
     async def kill(self, slot: Slot) -> None:
         """Everything in the slot, and nothing else."""
         for _ in range(KILL_ROUNDS_MAX):
