@@ -39,8 +39,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     entry: Entry
     node: str
-    aged: bool
-    """It has waited past `ageing_s`: nothing later of its run may start before it."""
 
 
 class Snapshot:
@@ -266,12 +264,12 @@ class Snapshot:
                 continue
             node = self.fit(entry)
             if node is not None:
-                self.last_offer = Candidate(entry, node, aged)
+                self.last_offer = Candidate(entry, node)
                 yield self.last_offer
                 if entry.lane is lane and not entry.node and (idle := self.withheld(entry)):
                     # Where most is left it is not wanted; but a smaller node may be idle.
                     node = next((pool.node for pool in idle if pool.node), "")
-                    self.last_offer = Candidate(entry, node, aged)
+                    self.last_offer = Candidate(entry, node)
                     yield self.last_offer
                 if entry.lane is not lane:
                     continue

@@ -6,7 +6,7 @@ What it does beyond the published algorithm (docs/concepts/policies.md has the r
 - CPU that nobody declared is reserved by learned real use, with a generous limit, because tool calls mostly wait. An
   action whose expected remaining work is large reserves, and so weighs, less: it runs on what the short ones leave;
 - elastic CPU actions share by heSRPT over what runs and what waits, and are resized as that changes;
-- room is left for the inelastic actions that come and go;
+- beyond its minimum, an elastic action leaves room for the inelastic ones that come and go;
 - devices are chosen by time to finish including the restore, priced by how many others want devices.
 
 With nothing learned yet an action counts as one core for one second, which is first come, first served.
@@ -75,8 +75,6 @@ EVEN_MIN = 1.2
 """Even parts that every action takes at least, since some of those present are about to leave."""
 LOAD_MIN = 0.05
 """Offered load taken for granted when sizing without resizing."""
-RETRY_S = 1.0
-"""When to look again at an action that waits only for the room left to others."""
 
 
 class Adaptive:
@@ -121,9 +119,7 @@ class Adaptive:
             if targets:
                 yield from self._shrink(snapshot, pool, targets)
         for candidate in snapshot.candidates():
-            decision = self._begin(snapshot, candidate, targets)
-            if decision is not None:
-                yield decision
+            yield self._begin(snapshot, candidate, targets)
         for pool in pools:
             if pool in crowded:
                 if pool.free < CORE or not pool.elastic_held or snapshot.waiting(pool):
@@ -133,7 +129,7 @@ class Adaptive:
             if targets:
                 yield from self._grow(snapshot, pool, targets)
 
-    def _begin(self, snapshot: Snapshot, candidate: Candidate, targets: dict[str, float]) -> Decision | None:
+    def _begin(self, snapshot: Snapshot, candidate: Candidate, targets: dict[str, float]) -> Decision:
         entry, node = candidate.entry, candidate.node
         pools = entry.action.demand.pools
         if GPU in pools:
@@ -147,7 +143,7 @@ class Adaptive:
             return Begin(entry, node, limit=cpu.max, width=cpu.max, review_s=review_s)
         if not cpu.elastic:
             return Begin(entry, node)
-        return self._begin_elastic(snapshot, candidate, cpu, targets)
+        return self._begin_elastic(snapshot, entry, node, cpu, targets)
 
     # ---- CPU that nobody declared ----
 
@@ -173,14 +169,11 @@ class Adaptive:
     # ---- elastic CPU ----
 
     def _begin_elastic(
-        self, snapshot: Snapshot, candidate: Candidate, cpu: Amounts, targets: dict[str, float]
-    ) -> Decision | None:
-        entry, node = candidate.entry, candidate.node
+        self, snapshot: Snapshot, entry: Entry, node: str, cpu: Amounts, targets: dict[str, float]
+    ) -> Decision:
         pool = snapshot.pool(CPU, node)
-        room = pool.free - snapshot.headroom(pool)
-        if room < cpu.min and pool.held and not candidate.aged:
-            snapshot.look_again(pool, RETRY_S)
-            return None
+        # Its minimum fits, and a core left idle for who may come serves nobody: only what is above it is spared.
+        room = max(cpu.min, pool.free - snapshot.headroom(pool))
         if not self.resize:
             return Begin(entry, node, cpu.floor(min(self._lasting_units(snapshot, entry, pool, cpu, room), room)))
         # Cores are whole only in its width: what can be resized may as well start with a part of one.
