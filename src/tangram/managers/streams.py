@@ -18,6 +18,8 @@ from tangram.managers.capture import Capture
 
 READ_BYTES = 1 << 16
 """At a time: what a pipe holds unless somebody enlarged it."""
+LISTEN_S = 0.002
+"""After which a stream is listened to. A program that is shorter is read once, at its end."""
 
 
 class Stream:
@@ -30,6 +32,11 @@ class Stream:
         self._output: Output | None = None
         self._fd, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
+        self._listening = False
+        self._listen_later = self._loop.call_later(LISTEN_S, self._listen)
+
+    def _listen(self) -> None:
+        self._listening = True
         self._loop.add_reader(self._fd, self._read)
 
     def close_writer(self) -> None:
@@ -43,10 +50,10 @@ class Stream:
         self._capture, self._output = capture, output
 
     def end(self) -> None:
-        """Take what is there now; discard what comes later. Others may write there without a pause, so no more is taken
-        than was in the pipe at this moment."""
+        """Take what is there now; discard what comes later. Others may write there without a pause, so what was in the
+        pipe at this moment is taken and one read more, which closes a stream that all writers have left."""
         left = self._waiting_bytes()
-        while left > 0 and (count := self._read()):
+        while self.open and left >= 0 and (count := self._read()):
             left -= count
         self._capture = self._output = None
 
@@ -56,7 +63,9 @@ class Stream:
 
     def close(self) -> None:
         if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
+            self._listen_later.cancel()
+            if self._listening:
+                self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
         self.close_writer()

@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tangram.core.action import Usage
 from tangram.core.demand import CORE, CPU
@@ -221,7 +221,7 @@ class ProgramLease:
         for stream in self._streams:
             stream.end()
         if not lost and code == -signal.SIGKILL and self._stopped is None and self.sandbox.is_ending():
-            code, lost = None, f"sandbox {self.sandbox.name} ended while the action ran"
+            code, lost = None, f"sandbox {self.sandbox.name} is gone: it ended while the action ran"
         usage, out_of_memory = self._used()
         await self._vacate(keep=self._stopped is None and not lost)
         usage = _with_overhead(usage, self._loop.time() - ended_at, self._starved_s)
@@ -344,12 +344,10 @@ class SessionLease(ProgramLease):
     async def _exit_code(self) -> int:
         """Of the command, or of the shell if it took the shell along."""
         assert self._session is not None and self._session.program is not None and self._status is not None
-        shell_ended = asyncio.ensure_future(self._session.program.exit_code())
-        try:
-            await asyncio.wait({self._status, shell_ended}, return_when=asyncio.FIRST_COMPLETED)
-            return self._status.result() if self._status.done() else await shell_ended
-        finally:
-            shell_ended.cancel()
+        program = self._session.program
+        either: set[asyncio.Future[Any]] = {self._status, program.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return self._status.result() if self._status.done() else await program.exit_code()
 
     def _has_ended(self) -> bool:
         return self._session is None or self._session.has_ended

@@ -21,6 +21,7 @@ import ctypes
 import errno
 import fcntl
 import functools
+import gc
 import json
 import os
 import resource
@@ -864,6 +865,7 @@ def main() -> None:
     died_read, died = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGUSR1, lambda *_: os.write(died, b"1"))
     _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+    gc.freeze()  # a collection would write to every page that forks share
     Spawner(socket.socket(fileno=moved), died_read).serve()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -17,8 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.cpu.spawner import MESSAGE_BYTES_MAX, SO_SNDBUFFORCE, Message
+
+_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 
 PROGRAM = Path(__file__).with_name("spawner.py")
 SEND_RETRY_S = 0.001
@@ -41,18 +44,16 @@ class Program:
         self.number = number
         self.pid = pid
         """0 if nobody asked."""
-        self._ended = ended
+        self.ended = ended
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.done()
+        return self.ended.done()
 
     async def exit_code(self) -> int:
-        """Negative for a signal. Raises ExecFailed if it could not be executed, ManagerError if the spawner is gone."""
-        return int((await self.end())["code"])
-
-    async def end(self) -> Message:
-        return _checked(await asyncio.shield(self._ended))
+        """Negative for a signal. Raises ExecFailed if it could not be executed, ManagerError if the spawner is gone.
+        For one who waits: whoever is cancelled here is the last to ask."""
+        return int(_checked(await self.ended)["code"])
 
 
 class Spawning:
@@ -124,7 +125,7 @@ class Spawning:
         """Raises ExecFailed for what the sandbox refused."""
         program = await self._give(box, groups, {"do": "file", "what": what, **fields}, fds)
         try:
-            return (await program.end())["ok"]
+            return _checked(await program.ended)["ok"]
         except asyncio.CancelledError:
             self._abandon(program.number)
             raise
@@ -136,7 +137,7 @@ class Spawning:
         ended: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._exits[number] = ended
         request = {"id": number, "do": order["do"], "box": box, "groups": groups, "told": told}
-        data = json.dumps(request).encode() + b"\n" + json.dumps(order, ensure_ascii=False).encode()
+        data = _encode(request) + b"\n" + _encode(order)
         waiting = self._expect(number) if told else None
         try:
             await self._send(data, fds)
@@ -158,7 +159,7 @@ class Spawning:
         number = self._next()
         waiting = self._expect(number)
         try:
-            await self._send(json.dumps({"id": number, "do": do, **fields}).encode(), [])
+            await self._send(_encode({"id": number, "do": do, **fields}), [])
             return _checked(await waiting)
         finally:
             self._waiting.pop(number, None)
@@ -177,7 +178,7 @@ class Spawning:
         if self._socket is not None:
             message = {"id": self._next(), "do": "abandon", "order": number}
             with contextlib.suppress(OSError):
-                self._socket.send(json.dumps(message).encode())
+                self._socket.send(_encode(message))
 
     async def _send(self, data: bytes, fds: list[int]) -> None:
         if len(data) > MESSAGE_BYTES_MAX:
@@ -208,7 +209,7 @@ class Spawning:
             if not data:
                 self._ended_by_itself()
                 return
-            self._on_message(json.loads(data))
+            self._on_message(_decode(data))
 
     def _on_message(self, message: Message) -> None:
         if "gone" in message:
