@@ -280,6 +280,23 @@ def test_archives_of_every_format_become_the_same_image(form: str, store: ImageS
     assert not parts_of(store)
 
 
+def test_a_working_directory_that_no_layer_has_is_made_unless_it_lies_below_a_link(
+    store: ImageStore, tmp_path: Path
+) -> None:
+    for cwd, made in (
+        ("/usr/src/deep", True),
+        ("/link/deep", False),
+        ("/app", False),
+        ("/work", True),
+        ("/home/agent/x", True),
+    ):
+        layer = tar_of(folder("app"), folder("usr"), symlink("link", "app"))
+        config = {"config": {"WorkingDir": cwd}}
+        image = run(store.add_tar(archive(tmp_path / "image", saved([layer], **config)), name="made:1"))
+        assert image.cwd == cwd
+        assert (Path(image.layers[0]) / cwd.lstrip("/")).is_dir() is made
+
+
 def test_a_gzipped_archive_is_read_like_a_plain_one(store: ImageStore, tmp_path: Path) -> None:
     path = archive(tmp_path / "image.tar", saved([LOWER, UPPER]))
     packed = tmp_path / "image.tar.gz"

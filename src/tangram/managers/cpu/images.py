@@ -257,8 +257,8 @@ class ImageStore:
     async def _fit(self, image: Image) -> Image:
         """With a layer on top that has what a sandbox needs and the image may lack."""
         async with self._part() as part:
-            seen = await self._unpacker.look(image.name, image.layers, part)
-        nodes = skeleton.fitting(seen, SANDBOX_UID)
+            seen = await self._unpacker.look(image.name, image.layers, part, skeleton.leading_to(image.cwd))
+        nodes = skeleton.fitting(seen, SANDBOX_UID, image.cwd)
         layer = await asyncio.to_thread(self._make_layer, "fit", nodes)
         shell = "/bin/bash" if seen.has_bash else "/bin/sh"
         return msgspec.structs.replace(image, layers=(layer, *image.layers), shell=shell)

@@ -446,7 +446,7 @@ def do_look(request: Request) -> object:
     shut_in(request["folder"], request["user"], overlay=overlay)
     return {
         "has_bash": os.access("/bin/bash", os.X_OK),
-        "kinds": {name: _kind(_mode(f"/{name}")) for name in LOOKED_AT},
+        "kinds": {name: _kind(_mode(f"/{name}")) for name in (*LOOKED_AT, *request["paths"])},
         "texts": {name: _text(f"/{name}") for name in READ},
     }
 

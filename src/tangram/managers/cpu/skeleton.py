@@ -110,17 +110,36 @@ def host_skeleton(user: int, etc: Path = Path("/etc"), top: Path = Path("/")) ->
     return [*links, *made, *_from_etc(etc)]
 
 
-def fitting(seen: Seen, user: int, etc: Path = Path("/etc")) -> list[Node]:
-    """On top of an image: the places where a sandbox mounts and writes, its user, and what a network needs. Nothing is
-    put below a link, which would be hidden by it."""
-    nodes = _mount_points()
+def leading_to(path: str) -> list[str]:
+    """The directories on the way to an absolute path and itself, from the top."""
+    parts = path.strip("/").split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1) if parts[0]]
+
+
+def fitting(seen: Seen, user: int, cwd: str = WORKSPACE, etc: Path = Path("/etc")) -> list[Node]:
+    """On top of an image: the places where a sandbox mounts and writes, where its commands start, its user, and what a
+    network needs. Nothing is put below a link, which would be hidden by it."""
+    nodes = [*_mount_points(), *_homes(seen), *_etc(seen, user, etc)]
+    way = leading_to(cwd)
+    if way and not seen.kinds[way[-1]] and "other" not in map(seen.kinds.get, way):
+        there = {node.path for node in nodes}
+        nodes += [Node(path) for path in way if path not in there]
+    return nodes
+
+
+def _homes(seen: Seen) -> list[Node]:
+    nodes: list[Node] = []
     if seen.kinds["home"] != "other":
         nodes += _home()
     if seen.kinds["var"] != "other":
         nodes += _var_tmp()
+    return nodes
+
+
+def _etc(seen: Seen, user: int, etc: Path) -> list[Node]:
     if seen.kinds["etc"] == "other":
-        return nodes
-    nodes.append(Node("etc"))
+        return []
+    nodes = [Node("etc")]
     for name, root, line in (
         ("etc/passwd", _ROOT, _passwd_line(user)),
         ("etc/group", _ROOT_GROUP, _group_line(user)),

@@ -58,10 +58,12 @@ class Unpacker:
         allowed.bytes -= used["bytes"]
         allowed.entries -= used["entries"]
 
-    async def look(self, image: str, layers: tuple[str, ...], folder: Path) -> Seen:
-        """What is in an image. Several layers are mounted on `folder`, an empty one, for as long as it takes."""
+    async def look(self, image: str, layers: tuple[str, ...], folder: Path, paths: list[str]) -> Seen:
+        """What is in an image, and of which kind these paths are. Several layers are mounted on `folder`, an empty one,
+        for as long as it takes."""
         inside = folder if len(layers) > 1 else Path(layers[0])
-        answer = await self._ask(image, {"do": "look", "layers": layers, "target": str(folder)}, inside, [])
+        request = {"do": "look", "layers": layers, "target": str(folder), "paths": paths}
+        answer = await self._ask(image, request, inside, [])
         return msgspec.convert(answer, Seen)
 
     async def _ask(self, image: str, request: dict[str, Any], folder: Path, fds: list[int]) -> dict[str, Any]:
