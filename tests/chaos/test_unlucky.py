@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.chaos.conftest import Owners, inside, until
 import tangram
 from tangram import Status
 from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, ManagerError
+from tangram.managers.cpu.manager import SandboxManager
 
 Play = Callable[..., Any]
 MIB = 1 << 20
@@ -69,6 +71,84 @@ def test_a_tree_that_changes_while_it_is_copied_comes_whole_or_not_at_all(play: 
             await server.stop()
 
     play(story)
+
+
+def test_a_file_that_does_not_fit_into_memory_is_no_fault_of_the_next_command(play: Play, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(bytes(100 * MIB))
+
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            with pytest.raises(FileFailed, match="memory of its sandbox"):
+                await box.write("sub/large", bytes(100 * MIB))
+            assert (await box.exec("ls -A sub")).check().stdout == ""
+            with pytest.raises(FileFailed, match="memory of its sandbox"):
+                await box.upload(large)
+            await box.delete("large")
+            after = await box.exec("true")
+            assert after.ok and not after.out_of_memory
+
+    play(story)
+
+
+def test_a_write_that_is_cancelled_leaves_no_part_of_a_file(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="256MiB") as box:
+            for pause_s in (0.0, 0.001, 0.005, 0.02):
+                writing = asyncio.create_task(box.write("large", bytes(64 * MIB)))
+                await asyncio.sleep(pause_s)
+                writing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await writing
+            assert {entry.name for entry in await box.list()} <= {"large"}
+
+    play(story)
+
+
+def test_a_runner_that_cannot_enter_its_sandbox_is_our_failure(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: SandboxManager, spec: object) -> None:
+        """As if the limit had been lowered after the sandbox was asked for."""
+
+    monkeypatch.setattr(SandboxManager, "_require_possible", nothing)
+    too_many = resource.getrlimit(resource.RLIMIT_NOFILE)[1] + 1
+
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB", open_files=too_many, user="root") as box:
+            for _ in range(20):
+                result = await box.exec("echo ok")
+                assert result.status is Status.LOST and "limit" in result.reason
+
+    play(story)
+
+
+def test_limits_that_no_kernel_takes_are_refused_when_a_sandbox_is_asked_for(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        too_many = resource.getrlimit(resource.RLIMIT_NOFILE)[1] + 1
+        for limits in ({"processes": (1 << 22) + 1}, {"open_files": (1 << 20) + 1}, {"open_files": too_many}):
+            with pytest.raises(InvalidAction, match=next(iter(limits))):
+                async with t.sandbox(memory="64MiB", **limits):  # type: ignore[arg-type]
+                    pass
+
+    play(story)
+
+
+def test_a_name_that_is_committed_twice_leaves_no_image(play: Play) -> None:
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            for content in ("one", "two"):
+                await box.write("note", content)
+                await box.commit("twice")
+            async with t.sandbox(image="twice", memory="64MiB") as copy:
+                assert await copy.read_text("note") == "two"
+
+    async def later(t: tangram.Client) -> None:
+        with pytest.raises(InvalidAction) as refused:
+            async with t.sandbox(image="twice", memory="64MiB"):
+                pass
+        assert "twice@" not in str(refused.value)
+
+    play(story)
+    play(later)
 
 
 def test_a_directory_of_fifty_thousand_names_is_listed(play: Play) -> None:

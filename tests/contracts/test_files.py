@@ -138,6 +138,22 @@ async def test_a_tree_that_is_packed_and_unpacked_is_the_same(bench: Bench) -> N
     assert (modes["a"], modes["run"]) == (0o644, 0o755)
 
 
+async def test_a_tree_with_a_hard_link_is_unpacked_over_itself(bench: Bench) -> None:
+    packed = io.BytesIO()
+    link = tarfile.TarInfo("tree/link")
+    link.type, link.linkname = tarfile.LNKTYPE, "tree/file"
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        file = tarfile.TarInfo("tree/file")
+        file.size = 4
+        tar.addfile(file, io.BytesIO(b"text"))
+        tar.addfile(link)
+    box = await bench.open()
+    for _ in range(2):
+        packed.seek(0)
+        await bench.manager.unpack(box.name, ".", packed)
+        assert (await box.read("tree/file"), await box.read("tree/link")) == (b"text", b"text")
+
+
 async def test_a_single_file_is_packed_under_its_name(bench: Bench) -> None:
     box = await bench.open()
     await box.write("sub/note", b"text")

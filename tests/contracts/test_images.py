@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from tests.contracts.conftest import Bench
 
@@ -61,5 +63,27 @@ async def test_an_image_is_remembered_until_it_is_forgotten(bench: Bench) -> Non
     assert await bench.manager.recall_image("key") == "made"
     await bench.manager.forget_image("made")
     assert await bench.manager.recall_image("key") == ""
+    with pytest.raises((ManagerError, InvalidAction)):
+        await bench.open(image="made")
+
+
+async def test_the_image_of_the_machine_is_never_forgotten(bench: Bench) -> None:
+    box = await bench.open()
+    with pytest.raises(InvalidAction, match="host"):
+        await bench.manager.forget_image("host")
+    await box.close()
+    await bench.open()
+
+
+async def test_an_image_that_is_in_use_is_forgotten_once_however_often_that_is_asked(bench: Bench) -> None:
+    box = await bench.open()
+    await box.write("note", b"text")
+    await box.commit("made")
+    copy = await bench.open(image="made")
+    await bench.manager.forget_image("made")
+    with contextlib.suppress(ManagerError, InvalidAction):
+        await bench.manager.forget_image("made")
+    assert await copy.read("note") == b"text"
+    await copy.close()
     with pytest.raises((ManagerError, InvalidAction)):
         await bench.open(image="made")

@@ -35,6 +35,7 @@ from tangram.managers.capture import Capture
 from tangram.managers.width import filled_in, told
 from tangram.managers.work import (
     GIB,
+    HOST_IMAGE,
     STDERR,
     STDOUT,
     WORKSPACE,
@@ -49,9 +50,9 @@ from tangram.managers.work import (
     SandboxSpec,
     Work,
     inside,
+    require_forgettable,
 )
 
-HOST_IMAGE = "host"
 NOT_FOUND = 127
 DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644
@@ -524,6 +525,8 @@ class FakeManager:
                     target = posixpath.normpath(posixpath.join(at, member.name))
                     if member.isdir():
                         box.make_directory(target)
+                    elif member.islnk():
+                        box.put(target, box.files[posixpath.normpath(posixpath.join(at, member.linkname))])
                     elif (content := members.extractfile(member)) is not None:
                         box.put(target, File(content.read(), member.mode))
         except tarfile.TarError as error:
@@ -548,6 +551,7 @@ class FakeManager:
 
     async def forget_image(self, name: str) -> None:
         self.note("forget_image", name)
+        require_forgettable(name)
         self._require_image(name)
         self._remembered = {key: image for key, image in self._remembered.items() if image != name}
         self._images.pop(name, None)

@@ -25,6 +25,13 @@ CAPTURE_BYTES_CEILING = 1 * GIB
 MEMORY_BYTES_MIN = 4 * MIB
 """Of a sandbox: with less, not even a shell starts."""
 
+BYTES_MAX = 1 << 53
+PROCESSES_MAX = 1 << 22
+OPEN_FILES_MAX = 1 << 20
+"""Of a sandbox: what kernels take as a limit, and what they let a process have unless somebody changed that."""
+
+HOST_IMAGE = "host"
+"""What every manager has."""
 WORKSPACE = "/work"
 """Where commands start and relative paths begin, unless the caller says otherwise."""
 
@@ -34,7 +41,7 @@ STDOUT, STDERR = 1, 2
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox is made of, for its whole life."""
 
-    image: str = "host"
+    image: str = HOST_IMAGE
     """The name of an image that the manager has. `host`: the machine's own /usr, read-only."""
     memory_bytes: int = 1 * GIB
     """Reserved while the sandbox lives; beyond it the kernel kills a process in it. Files that it writes count."""
@@ -51,15 +58,15 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """For every program in it."""
 
     def __post_init__(self) -> None:
-        for field, least in (
-            ("memory_bytes", MEMORY_BYTES_MIN),
-            ("disk_bytes", 64 * KIB),
-            ("processes_max", 4),
-            ("open_files_max", 16),
+        for field, least, most in (
+            ("memory_bytes", MEMORY_BYTES_MIN, BYTES_MAX),
+            ("disk_bytes", 64 * KIB, BYTES_MAX),
+            ("processes_max", 4, PROCESSES_MAX),
+            ("open_files_max", 16, OPEN_FILES_MAX),
         ):
             value = getattr(self, field)
-            if type(value) is not int or value < least:
-                raise InvalidAction(f"sandbox.{field}", value, f"a whole number, at least {least}")
+            if type(value) is not int or not least <= value <= most:
+                raise InvalidAction(f"sandbox.{field}", value, f"a whole number from {least} to {most}")
         if not isinstance(self.image, str) or not self.image:
             raise InvalidAction("sandbox.image", self.image, "the name of an image, such as 'host'")
         if self.user not in ("agent", "root"):
@@ -169,6 +176,11 @@ def require_environment(field: str, env: object) -> None:
         size += len(name) + len(value)
     if size > ENVIRONMENT_BYTES_MAX:
         raise InvalidAction(field, f"{size} characters", f"at most {ENVIRONMENT_BYTES_MAX} in all")
+
+
+def require_forgettable(image: str) -> None:
+    if image == HOST_IMAGE:
+        raise InvalidAction("image", image, f"an image that was added or committed; {HOST_IMAGE!r} is always there")
 
 
 def inside(path: str) -> str:

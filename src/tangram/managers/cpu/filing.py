@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import posixpath
+import secrets
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import msgspec
 
-from tangram.errors import FileFailed
+from tangram.errors import FileFailed, ManagerError
 from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.spawning import ExecFailed, Spawning
 from tangram.managers.streams import standard_input
@@ -46,8 +48,19 @@ class Filing:
 
     async def write(self, sandbox: str, path: str, content: bytes, mode: int) -> None:
         source = standard_input(content)
+        beside = f".tangram-{secrets.token_hex(4)}.part"
         async with self._gate:
-            await self._work(sandbox, "write", path, [source], bytes=len(content), mode=mode)
+            try:
+                await self._work(sandbox, "write", path, [source], bytes=len(content), mode=mode, beside=beside)
+            except BaseException as error:
+                if not isinstance(error, FileFailed) or error.__cause__ is not None:
+                    await asyncio.shield(asyncio.ensure_future(self._delete_part(sandbox, path, beside)))
+                raise
+
+    async def _delete_part(self, sandbox: str, path: str, beside: str) -> None:
+        """Whoever wrote it was killed."""
+        with contextlib.suppress(FileFailed, ManagerError):
+            await self._work(sandbox, "delete", posixpath.join(posixpath.dirname(path), beside), [])
 
     async def delete(self, sandbox: str, path: str) -> None:
         async with self._gate:
@@ -111,9 +124,15 @@ class Filing:
             spawning = await self._spawning()
             # Who frees memory is not charged for any: a sandbox that is full could never be emptied.
             groups = [] if what == "delete" else box.files
-            return await spawning.file_work(box.box, what, fds, groups, path=target, **fields)
-        except ExecFailed as error:
-            raise FileFailed(path, error.reason) from None
+            try:
+                return await spawning.file_work(box.box, what, fds, groups, path=target, **fields)
+            except ExecFailed as error:
+                raise FileFailed(path, error.reason) from None
+            except ManagerError as error:
+                if box.is_ending() or not box.new_memory_kills():
+                    raise
+                limit = f"the {box.spec.memory_bytes} bytes of memory of its sandbox, which its files share"
+                raise FileFailed(path, f"does not fit into {limit}") from error
         finally:
             for fd in fds:
                 os.close(fd)

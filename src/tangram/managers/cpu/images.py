@@ -42,7 +42,7 @@ from tangram.managers.cpu import skeleton
 from tangram.managers.cpu.archives import Archive, ArchivedImage, ArchivedLayer, too_many_layers
 from tangram.managers.cpu.trees import remove_tree, sync_file_system
 from tangram.managers.cpu.unpacking import Allowance, Unpacker
-from tangram.managers.work import GIB, WORKSPACE, require_text
+from tangram.managers.work import GIB, HOST_IMAGE, WORKSPACE, require_forgettable, require_text
 
 SANDBOX_UID = 61999
 """User and group, outside, of every file and every process of every sandbox. Neither people nor packages get it."""
@@ -116,7 +116,7 @@ class ImageStore:
 
     def get(self, name: str) -> Image:
         """The image of that name. The first time, `host` is made: some hundred small files."""
-        if name == "host":
+        if name == HOST_IMAGE:
             return self._get_host()
         record = _read(_file(self._images, name))
         if record is None:
@@ -127,22 +127,18 @@ class ImageStore:
         return record.image
 
     def names(self) -> list[str]:
-        return ["host", *sorted(record.key for record in _records(self._images))]
+        return [HOST_IMAGE, *sorted(record.key for record in _records(self._images))]
 
     def forget(self, name: str) -> None:
         """Delete an image and those of its layers that no other image has. Not a directory that was added, and not
         what `host` is made of."""
-        if name == "host":
-            raise InvalidAction("image", name, "an image that was added or committed; 'host' is always there")
         path = _file(self._images, name)
         parts = []
         with self._guard():
-            record = _read(path)
-            if record is None:
-                raise self._unknown(name)
+            image = self.forgettable(name)
             path.unlink()
             used = {layer for each in _records(self._images) for layer in each.image.layers}
-            for layer in map(Path, record.image.layers):
+            for layer in map(Path, image.layers):
                 own = layer.parent == self._layers and not layer.name.startswith("host-")
                 if own and str(layer) not in used and layer.is_dir():
                     part = self._layers / _part_name()
@@ -151,6 +147,20 @@ class ImageStore:
                     parts.append(part)
         for part in parts:
             self.discard(part)
+
+    def forgettable(self, name: str) -> Image:
+        require_forgettable(name)
+        record = _read(_file(self._images, name))
+        if record is None:
+            raise self._unknown(name)
+        return record.image
+
+    def aside(self, name: str) -> str:
+        """What the image that has this name now is called once another one gets the name; empty: none has it."""
+        old = _read(_file(self._images, name))
+        if old is None:
+            return ""
+        return f"{name}@{hashlib.sha256(msgspec.json.encode(old.image)).hexdigest()[:12]}"
 
     def _unknown(self, name: str) -> InvalidAction:
         names = self.names()
@@ -164,7 +174,7 @@ class ImageStore:
         if self._host is None:
             layer = self._make_layer("host", skeleton.host_skeleton(SANDBOX_UID))
             shell = "/bin/bash" if os.path.exists("/usr/bin/bash") else "/bin/sh"
-            self._host = Image(name="host", layers=(layer,), binds_usr=True, shell=shell)
+            self._host = Image(name=HOST_IMAGE, layers=(layer,), binds_usr=True, shell=shell)
         return self._host
 
     def _register(self, image: Image) -> Image:
@@ -182,7 +192,7 @@ class ImageStore:
         path = _file(self._images, image.name)
         old = _read(path)
         if old is not None and old.image != image:
-            aside = f"{image.name}@{hashlib.sha256(msgspec.json.encode(old.image)).hexdigest()[:12]}"
+            aside = self.aside(image.name)
             record = _Record(aside, msgspec.structs.replace(old.image, name=aside))
             self._write(_file(self._images, aside), record)
         if old is None or old.image != image:
@@ -479,7 +489,12 @@ def _require_mountable(field: str, path: Path) -> None:
 
 def _require_name(name: str, *, may_be_path: bool = False) -> None:
     require_text("image", name)
-    if not name or len(name.encode()) > NAME_BYTES_MAX or name == "host" or (name.startswith("/") and not may_be_path):
+    if (
+        not name
+        or len(name.encode()) > NAME_BYTES_MAX
+        or name == HOST_IMAGE
+        or (name.startswith("/") and not may_be_path)
+    ):
         expected = f"a name of 1 to {NAME_BYTES_MAX} bytes that is not 'host' and does not start with '/'"
         raise InvalidAction("image", name, expected)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 from collections.abc import Coroutine
 from itertools import count
@@ -32,7 +33,7 @@ from tangram.managers.cpu.seccomp import filter_program
 from tangram.managers.cpu.spawner import FILTER, INFO, INIT
 from tangram.managers.cpu.spawning import Spawning
 from tangram.managers.cpu.warm import Warm
-from tangram.managers.work import GIB, Close, Commit, Ended, Entry, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Entry, Exec, Open, Prepare, SandboxSpec, Work
 
 INODE_BYTES = 4096
 """Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
@@ -98,7 +99,7 @@ class SandboxManager:
         self._by_box: dict[str, Sandbox] = {}
         """All, those that wait for a caller included."""
         self._warm = Warm(warm)
-        self._forgotten: list[str] = []
+        self._forgotten: dict[str, str] = {}
         """Images that go as soon as no sandbox stands on them."""
         self._user_namespaces: bool | None = None
         self._place = Placement(self._cores)
@@ -157,7 +158,7 @@ class SandboxManager:
             with contextlib.suppress(InvalidAction):
                 self.images.forget(name)
         self.images.sweep()
-        self.images.get("host")  # made here rather than by the first sandbox
+        self.images.get(HOST_IMAGE)  # made here rather than by the first sandbox
 
     async def _running_spawner(self) -> Spawning:
         """A spawner that died took its sandboxes along; new ones get a new one."""
@@ -188,7 +189,7 @@ class SandboxManager:
         if isinstance(work, Open):
             if name in self._sandboxes:
                 raise ManagerError(f"sandbox {name} is open already", retry=False)
-            await self._require_user(work.spec)
+            await self._require_possible(work.spec)
             return _Errand(self._open(name, work.spec, self.images.get(work.spec.image)))
         if isinstance(work, Close):
             return _Errand(self._close(name))
@@ -277,8 +278,13 @@ class SandboxManager:
         sandbox.init = int(reply["init"])
         return sandbox
 
-    async def _require_user(self, spec: SandboxSpec) -> None:
+    async def _require_possible(self, spec: SandboxSpec) -> None:
         """Root inside is a user namespace, or it is refused."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if spec.open_files_max > most:
+            raise InvalidAction(
+                "sandbox.open_files_max", spec.open_files_max, f"at most {most}, which is what `ulimit -Hn` says here"
+            )
         if spec.user != "root":
             return
         if self._user_namespaces is None:
@@ -320,6 +326,9 @@ class SandboxManager:
                 await spawning.request("copy", box=sandbox.box, source=f"{sandbox.directory}/upper", target=str(layer))
             finally:
                 sandbox.go_on()
+            aside = self.images.aside(image)
+            if aside and image in self._owner.images():
+                self._owner.keep_with(aside)
             self._owner.keep_with(image)
             await asyncio.to_thread(self.images.seal, layer, name=image, base=sandbox.image)
         except BaseException as error:
@@ -366,16 +375,16 @@ class SandboxManager:
 
     async def forget_image(self, name: str) -> None:
         """Once nothing stands on it any more."""
-        self.images.get(name)
-        self._forgotten.append(name)
+        self._forgotten[name] = self.images.forgettable(name).layers[0]
         await self._forget_unused()
 
     async def _forget_unused(self) -> None:
         assert self._owner is not None
         in_use = {layer for sandbox in self._by_box.values() for layer in sandbox.image.layers}
-        for name in [name for name in self._forgotten if self.images.get(name).layers[0] not in in_use]:
-            self._forgotten.remove(name)
-            await asyncio.to_thread(self.images.forget, name)
+        for name in [name for name, layer in self._forgotten.items() if layer not in in_use]:
+            self._forgotten.pop(name, None)
+            with contextlib.suppress(InvalidAction):  # another process that shares the store was faster
+                await asyncio.to_thread(self.images.forget, name)
             self._owner.let_stay(name)
 
 

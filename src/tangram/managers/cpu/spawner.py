@@ -34,7 +34,7 @@ import sys
 import tarfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MESSAGE_BYTES_MAX = 1 << 18
@@ -258,7 +258,7 @@ class Spawner:
             try:
                 data = os.read(fd, MESSAGE_BYTES_MAX)
             except ConnectionResetError:
-                data = b""  # a runner that was killed before it took its order
+                return  # it ended with its order unread; what it said before comes with the next read
             if data:
                 if len(chunks) < ANSWER_BYTES_MAX:
                     chunks.extend(data)
@@ -433,14 +433,16 @@ class Spawner:
         groups = request["groups"]
         runner = self._take_runner(box)
         try:
-            box.join(runner.pid, groups)
-            socket.send_fds(runner.channel, [order], fds)
-        except (ProcessLookupError, BrokenPipeError, ConnectionResetError):
+            _hand_over(runner, box, groups, order, fds)
+        except GONE:
             # The spare was killed, as anything in the sandbox may be. A new one is tried once.
             runner.channel.close()
             runner = self._fork_runner(box)
-            box.join(runner.pid, groups)
-            socket.send_fds(runner.channel, [order], fds)
+            try:
+                _hand_over(runner, box, groups, order, fds)
+            except GONE:
+                with runner.channel:
+                    raise ChildProcessError(_answer(_last_words(runner.channel))["error"]) from None
         runner.number = request["id"]
         runner.executes = request["do"] == "exec"
         runner.ordered_s = time.monotonic()
@@ -544,6 +546,23 @@ class Spawner:
         runner = Runner(pid, mine)
         self._watch(pid, lambda code: self._runner_ended(box, runner, code))
         return runner
+
+
+GONE = (ProcessLookupError, BrokenPipeError, ConnectionResetError)
+"""What says that a runner has ended before it could get its order."""
+
+
+def _hand_over(runner: Runner, box: Box, groups: list[str], order: bytes, fds: list[int]) -> None:
+    box.join(runner.pid, groups)
+    socket.send_fds(runner.channel, [order], fds)
+
+
+def _last_words(channel: socket.socket) -> bytes:
+    channel.setblocking(False)
+    try:
+        return channel.recv(ANSWER_BYTES_MAX)
+    except OSError:
+        return b""
 
 
 def _end_all(groups: list[str]) -> None:
@@ -752,7 +771,7 @@ def _write(request: Message) -> int:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    beside = os.path.join(os.path.dirname(path), f".tangram-{os.getpid()}.part")
+    beside = os.path.join(os.path.dirname(path), request["beside"])
     written = 0
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, request["mode"]), "wb", buffering=0) as file:
@@ -826,7 +845,16 @@ def _unpack(request: Message) -> None:
     """A tar from the pipe below a directory. It is the caller's own; where its names lead is the sandbox's business."""
     os.makedirs(request["path"], exist_ok=True)
     with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
-        tar.extractall(request["path"])
+        tar.extractall(request["path"], _making_room(tar, request["path"]))
+
+
+def _making_room(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
+    """A hard link does not replace what is there, as everything else does."""
+    for member in tar:
+        if member.islnk():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, member.name))
+        yield member
 
 
 _FILE_WORK: dict[str, Callable[[Message], Any]] = {

@@ -24,9 +24,8 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.docker.container import NOT_FOUND, Container, Traits
 from tangram.managers.docker.engine import Engine, EngineRefused, Json, pieces_of, to_its_end
 from tangram.managers.docker.owners import IMAGE, OWNER
+from tangram.managers.work import HOST_IMAGE, require_forgettable
 
-HOST_IMAGE = "host"
-"""In a spec: the image that the manager was given."""
 REPOSITORY = "tangram"
 """What commits are called at the engine, with their name below it."""
 KEPT = "tangram-kept"
@@ -144,6 +143,7 @@ class Images:
 
     async def forget(self, name: str) -> None:
         """Only names that we gave. The engine keeps what a container uses until the container goes."""
+        require_forgettable(name)
         found = await self._describe(name)
         self._committed.pop(name, None)
         if found is not None:

@@ -41,6 +41,7 @@ from tangram.managers.process_tree import SANDBOX_MARK, Census, Child, Kin
 from tangram.managers.streams import Stream
 from tangram.managers.work import (
     GIB,
+    HOST_IMAGE,
     STDERR,
     Close,
     Commit,
@@ -51,10 +52,9 @@ from tangram.managers.work import (
     Open,
     SandboxSpec,
     Work,
+    require_forgettable,
 )
 
-HOST_IMAGE = "host"
-"""The one image that is always there: an empty workspace."""
 CALLERS_MISTAKES = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG)
 """Why a program cannot be started that is not a failure of ours: its directory, or too long a command."""
 FAILURE_BYTES_MAX = 4096
@@ -291,10 +291,10 @@ class ProcessManager:
         self._remembered[key] = name
 
     async def forget_image(self, name: str) -> None:
+        require_forgettable(name)
         self._require_image(name)
         self._remembered = {key: image for key, image in self._remembered.items() if image != name}
-        if name != HOST_IMAGE:
-            await _remove(self._images.pop(name))
+        await _remove(self._images.pop(name))
 
     def _require_image(self, name: str) -> None:
         if name != HOST_IMAGE and name not in self._images:
