@@ -42,8 +42,9 @@ def cli_page() -> str:
     group: Any = get_command(app)
     parts = [NOTE, "# The command line\n", f"{group.help}\n"]
     parts.append(
-        "Every verb prints tables for people, and with `--json` JSON alone. What is wrong with the input is said in one"
-        " line on stderr with exit code 2; Ctrl-C ends all processes and exits with 130.\n"
+        "Every verb prints tables for people, and with `--json` JSON alone. What is wrong with the input is said on"
+        " stderr with exit code 2, of a misspelt command line with its usage; Ctrl-C ends all processes and exits with"
+        " 130.\n"
     )
     parts.extend(_verb(("tangram", name), command) for name, command in _verbs(group))
     return "\n".join(parts)

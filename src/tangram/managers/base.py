@@ -1,7 +1,8 @@
 """What every manager promises.
 
-A manager owns the resources of one node. It decides nothing: it starts what a Grant says, with the units that the Grant
-says, and tells how it ended. The rules that all of them follow, and that one contract suite checks:
+An executor carries out one kind of work; a manager is the executor of sandboxes on one node, with their files and
+images. It decides nothing: it starts what a Grant says, with the units that the Grant says, and tells how it ended. The
+rules that all of them follow, and that one contract suite checks:
 
 - `start` returns when the work runs, or raises ManagerError and has left nothing behind;
 - a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
@@ -93,15 +94,11 @@ class Images(Protocol):
         ...
 
 
-class Manager(Files, Images, Protocol):
-    """The resources of one node."""
-
-    backend: str
-    isolates: bool
-    """Whether a program in a sandbox is kept from the machine and from other sandboxes."""
+class Executor(Protocol):
+    """What carries out one kind of work, and owns what that needs."""
 
     def pools(self) -> tuple[Pool, ...]:
-        """What this node has."""
+        """What it has to share out."""
         ...
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease: ...
@@ -115,3 +112,11 @@ class Manager(Files, Images, Protocol):
     ) -> None:
         """End everything and leave nothing behind."""
         ...
+
+
+class Manager(Executor, Files, Images, Protocol):
+    """The resources of one node."""
+
+    backend: str
+    isolates: bool
+    """Whether a program in a sandbox is kept from the machine and from other sandboxes."""

@@ -148,6 +148,10 @@ class Exec(Work, frozen=True, kw_only=True):
         return self.command if isinstance(self.command, str) else " ".join(self.command)
 
 
+class Hold(Work, frozen=True, kw_only=True):
+    """Hold what was granted while the caller uses it, such as a quota, until the caller lets go."""
+
+
 class Commit(Work, frozen=True, kw_only=True):
     """Seal the files of the sandbox as a layer on top of its image. Programs in it stand still meanwhile."""
 
@@ -217,6 +221,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     usage: Usage = NO_USAGE
     executed: Executed | None = None
+    answer: bytes = b""
+    """What a function or a service said, as its caller decodes it."""
     lost: str = ""
     """Why our side failed; empty when the work ran to its end or was stopped."""
 

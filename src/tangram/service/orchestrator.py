@@ -44,7 +44,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Lease, Manager, Output
+from tangram.managers.base import Executor, Lease, Manager, Output
 from tangram.managers.work import Close, Ended, Executed, Work
 
 LOOK_FIRST_S = 0.25
@@ -70,6 +70,8 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Outcome
     executed: Executed | None = None
+    answer: bytes = b""
+    """Of a function or a service."""
 
 
 class Ticket:
@@ -98,6 +100,7 @@ class Orchestrator:
         self,
         decider: Decider,
         managers: dict[str, Manager],
+        executors: dict[type[Work], Executor] | None = None,
         *,
         clock: Clock | None = None,
         observer: Observer | None = None,
@@ -105,6 +108,8 @@ class Orchestrator:
         self.decider = decider
         self._managers = managers
         """By node."""
+        self._executors = executors or {}
+        """By the kind of work that they carry out, wherever it was granted. All other work is that of a manager."""
         self._clock = clock or WallClock()
         self._observer = observer
         self._start_s = self._clock.now()
@@ -120,15 +125,15 @@ class Orchestrator:
     # ---- its life ----
 
     async def __aenter__(self) -> Self:
-        entered: list[Manager] = []
+        entered: list[Executor] = []
         try:
-            for manager in self._managers.values():
-                await manager.__aenter__()
-                entered.append(manager)
+            for executor in self._all_executors():
+                await executor.__aenter__()
+                entered.append(executor)
             await self._tasks.__aenter__()
         except BaseException:
-            for manager in entered:
-                await manager.__aexit__(None, None, None)
+            for executor in reversed(entered):
+                await executor.__aexit__(None, None, None)
             raise
         return self
 
@@ -145,8 +150,12 @@ class Orchestrator:
                     alarm.cancel()
                 await self._end_tasks(error)
             finally:
-                for manager in self._managers.values():
-                    await undisturbed(manager.__aexit__(kind, error, trace))
+                for executor in reversed(self._all_executors()):
+                    await undisturbed(executor.__aexit__(kind, error, trace))
+
+    def _all_executors(self) -> list[Executor]:
+        """Each once, though it may carry out several kinds of work."""
+        return list(dict.fromkeys([*self._managers.values(), *self._executors.values()]))
 
     async def _end_tasks(self, error: BaseException | None) -> None:
         """What the caller raised is not ours to wrap; what a task of ours raised is raised as it is."""
@@ -197,6 +206,10 @@ class Orchestrator:
         for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run)):
             if isinstance(effect, Refuse) and effect.action == sandbox:
                 raise AdmissionRefused(effect.limit, effect.reason)
+
+    def tell(self, event: Event) -> None:
+        """What an executor has to say of its own accord: a pool that changed, a service that was loaded."""
+        self._tasks.create_task(self._tell(event))
 
     def release(self, sandbox: str) -> None:
         self._node_by_sandbox.pop(sandbox, None)
@@ -294,12 +307,12 @@ class Orchestrator:
 
     def _on_settle(self, effect: Settle) -> None:
         ticket = self._tickets.pop(effect.outcome.action)
-        executed = ticket.ended.executed if ticket.ended is not None else None
+        ended = ticket.ended or Ended()
         if ticket.error is not None:
             ticket.settled.set_exception(ticket.error)
             ticket.settled.exception()  # whoever asked may have gone
         else:
-            ticket.settled.set_result(Settled(outcome=effect.outcome, executed=executed))
+            ticket.settled.set_result(Settled(outcome=effect.outcome, executed=ended.executed, answer=ended.answer))
         if not ticket.started.done():
             ticket.started.set_result(None)
         if not self._tickets:
@@ -326,7 +339,8 @@ class Orchestrator:
     async def _carry(self, ticket: Ticket, grant: Grant) -> None:
         action = ticket.action.id
         try:
-            lease = await self._managers[grant.node].start(ticket.action, grant, ticket.work, ticket.output)
+            executor = self._executors.get(type(ticket.work)) or self._managers[grant.node]
+            lease = await executor.start(ticket.action, grant, ticket.work, ticket.output)
         except (InvalidInput, AdmissionRefused) as error:
             ticket.error = error
             self._send(StartFailed(action=action, reason=str(error), retry=False, attempt=grant.attempt))
