@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tangram.errors import InvalidConfig, InvariantError
 
 FIXED = Window(seconds=10.0)
 BUCKET = Window(seconds=10.0, bucket=True)
+SLIDING = Window(seconds=10.0, sliding=True, arrival_s=2.0)
 
 
 def a_pool(kind: str, total: int, *, node: str = "", window: Window | None = None, numa: tuple[int, ...] = ()) -> Pool:
@@ -318,6 +320,47 @@ def test_a_bucket_that_was_full_gives_back_from_the_moment_of_spending() -> None
     ledger.hold(calls, 1, ledger.new_usage())
     assert not ledger.refill(calls, 101.0)
     assert ledger.refill(calls, 102.0)
+
+
+def test_a_sliding_window_gives_each_unit_back_when_its_time_has_passed_since_it_was_used() -> None:
+    ledger, calls = one(a_pool("calls", 3, window=SLIDING))
+    run = ledger.new_usage()
+    short = ledger.hold(calls, 1, run)
+    ledger.now = 1.0
+    ledger.give_back(short)
+    long = ledger.hold(calls, 2, run)
+    assert calls.available_at(1) == 11.0, "counted from its end"
+    assert calls.available_at(2) == 13.0, "counted from when it must have arrived"
+    ledger.now = 9.0
+    ledger.give_back(long)
+    assert not ledger.refill(calls, 10.99)
+    assert ledger.refill(calls, 11.0)
+    assert counts(calls) == (1, 0, 2)
+    assert ledger.refill(calls, 13.0)
+    assert counts(calls) == (3, 0, 0)
+    ledger.check([])
+
+
+def test_no_stretch_of_a_sliding_window_sees_more_than_the_total() -> None:
+    draw = random.Random(7)
+    ledger, calls = one(a_pool("calls", 5, window=Window(seconds=3.0, sliding=True, arrival_s=0.5)))
+    run = ledger.new_usage()
+    under_way: list[tuple[float, Holding]] = []
+    arrivals: list[float] = []
+    for _ in range(2000):
+        ledger.now += draw.choice((0.0, 0.01, 0.3, 1.0))
+        for end, holding in [each for each in under_way if each[0] <= ledger.now]:
+            ledger.give_back(holding)
+            under_way.remove((end, holding))
+        ledger.refill(calls, ledger.now)
+        if calls.fits(1):
+            end = ledger.now + draw.choice((0.05, 0.4, 5.0))
+            arrivals.append(draw.uniform(ledger.now, min(end, ledger.now + 0.5)))
+            under_way.append((end, ledger.hold(calls, 1, run)))
+        ledger.check([])
+    arrivals.sort()
+    assert len(arrivals) > 500
+    assert all(later - first >= 3.0 for first, later in zip(arrivals, arrivals[5:], strict=False))
 
 
 def test_a_refund_takes_back_only_what_time_has_not() -> None:

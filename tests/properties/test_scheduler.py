@@ -80,6 +80,7 @@ POOLS = (
     Pool(kind="api", total=3),
     Pool(kind="tokens", total=20, window=Window(seconds=10.0)),
     Pool(kind="calls", total=5, window=Window(seconds=10.0, bucket=True)),
+    Pool(kind="posts", total=4, window=Window(seconds=8.0, sliding=True, arrival_s=1.0)),
 )
 POOL_BY_NAME = {pool.name: pool for pool in POOLS}
 NODES = ("n0", "n1", "n2", "g0")
@@ -109,6 +110,7 @@ DEMANDS: st.SearchStrategy[dict[str, Amounts]] = st.one_of(
     st.fixed_dictionaries({"tokens": either(fixed(1), fixed(7), fixed(12), fixed(20)), "api": either(fixed(1))}),
     st.fixed_dictionaries({"tokens": either(fixed(4), fixed(20)), "calls": either(fixed(1), fixed(2))}),
     st.fixed_dictionaries({"calls": either(fixed(1), fixed(5))}),
+    st.fixed_dictionaries({"posts": either(fixed(1), fixed(4)), "api": either(fixed(1))}),
     st.fixed_dictionaries({CORE_KIND: either(fixed(1), fixed(3), one_of(1, 2, 4))}),
     st.fixed_dictionaries({CPU: either(cores(1)), CORE_KIND: either(fixed(1))}),
 )

@@ -49,7 +49,7 @@ class RunUsage:
 class Holding:
     """Units of one pool in somebody's hands. Actions that ride in one batch share it; the last one gives it back."""
 
-    __slots__ = ("place", "pool", "riders", "run", "spent", "units")
+    __slots__ = ("place", "pool", "riders", "run", "spent", "units", "used_at")
 
     def __init__(self, pool: PoolState, units: int, run: RunUsage) -> None:
         self.pool = pool
@@ -60,6 +60,8 @@ class Holding:
         """Where in the layout of its pool; None if the pool had none when the units were taken."""
         self.spent = 0
         """Of a spent pool: the units that time has not given back yet."""
+        self.used_at = 0.0
+        """In a sliding window: from when on time gives them back."""
 
     @property
     def cells(self) -> tuple[int, ...]:
@@ -180,9 +182,20 @@ class PoolState:
         window = self.window
         if window is None or units > self.total:
             return math.inf
+        if window.sliding:
+            return self._slides_at(units - self.free)
         if not window.bucket:
             return self.window_at + window.seconds
         return self.window_at + (units - self.free) * window.seconds / self.total
+
+    def _slides_at(self, units: int) -> float:
+        """When so many more will have come back."""
+        assert self.window is not None
+        for charge in self.charges:
+            units -= charge.spent
+            if units <= 0:
+                return charge.used_at + self.window.seconds
+        return math.inf
 
     def statistics(self) -> dict[str, int]:
         return {"total": self.total, "free": self.free, "held": self.held, "spent": self.spent}
@@ -192,6 +205,8 @@ class Ledger:
     """All pools. The only place in which units change hands."""
 
     def __init__(self) -> None:
+        self.now = 0.0
+        """Of the event that is being handled."""
         self.pools: dict[str, PoolState] = {}
         self.kinds: dict[str, dict[str, PoolState]] = {}
         """Per kind, the pools by node; the one pool of a kind that belongs to no node has the key ''."""
@@ -324,6 +339,7 @@ class Ledger:
         if state.window is not None:
             state.spent += units
             holding.spent = units
+            holding.used_at = self.now + state.window.arrival_s
             state.charges.append(holding)
         else:
             state.held += units
@@ -342,6 +358,7 @@ class Ledger:
             return False
         state, units = holding.pool, holding.units
         if state.window is not None:
+            holding.used_at = min(holding.used_at, self.now)
             return refund and self._refund(holding, units)
         self._use(holding.run, state.kind, -units)
         if state.gone:
@@ -362,6 +379,7 @@ class Ledger:
             return self._refund(holding, -difference)
         more = Holding(state, difference, holding.run)
         more.spent = difference
+        more.used_at = self.now
         state.charges.append(more)
         state.spent += difference
         state.free -= difference
@@ -504,6 +522,13 @@ def _come_back(state: PoolState, now: float) -> int:
     """How many units have come back by now, with the window moved on."""
     window = state.window
     assert window is not None
+    if window.sliding:
+        units = 0
+        for charge in state.charges:
+            if charge.used_at + window.seconds > now:
+                break
+            units += charge.spent
+        return units
     if not window.bucket:
         if now < state.window_at + window.seconds:
             return 0

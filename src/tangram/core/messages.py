@@ -28,9 +28,19 @@ class Window(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     seconds: float
     bucket: bool = False
-    """False: all at the end of each fixed window. True: steadily, as into a bucket that holds the total."""
+    """Steadily, as into a bucket that holds the total. Neither this nor `sliding`: all at the end of each window."""
+    sliding: bool = False
+    """Each unit when `seconds` have passed since it was used, so that no stretch of time of that length sees more than
+    the total, whenever it begins."""
+    arrival_s: float = 0.0
+    """Sliding: a unit counts as used when its action has finished, or has this behind it: by then the request has
+    reached whoever counts."""
 
     def __post_init__(self) -> None:
+        if type(self.bucket) is not bool or type(self.sliding) is not bool or (self.bucket and self.sliding):
+            raise InvalidConfig("window", (self.bucket, self.sliding), "at most one of bucket and sliding")
+        if type(self.arrival_s) not in (float, int) or not 0.0 <= self.arrival_s < math.inf:
+            raise InvalidConfig("window.arrival_s", self.arrival_s, "a finite number of seconds, at least 0")
         if type(self.seconds) not in (float, int) or not 0.0 < self.seconds < math.inf:
             raise InvalidConfig("window.seconds", self.seconds, "a positive, finite number of seconds")
 

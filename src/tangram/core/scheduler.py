@@ -158,7 +158,7 @@ class Scheduler:
             raise InvalidInput("event", (event, now), "an event of tangram.core.messages, at a finite time")
         if now < self.now:
             now = self.now
-        self.now = self.snapshot.now = now
+        self.now = self.snapshot.now = self.ledger.now = now
         effects: list[Effect] = []
         self.effects = effects
         self._events.append((now, event, effects))
