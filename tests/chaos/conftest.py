@@ -205,7 +205,7 @@ import asyncio, contextlib, os, resource, signal, sys, tangram
 {before}
 
 async def main():
-    async with tangram.connect(state={state!r}, cores=2, memory="4GiB") as t:
+    async with tangram.connect(state={state!r}, cores=2, memory="1GiB") as t:
 {story}
 
 asyncio.run(main())

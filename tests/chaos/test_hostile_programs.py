@@ -234,7 +234,10 @@ def test_many_processes_that_share_the_memory_do_not_kill_the_sandbox(play: Play
         async with t.sandbox(memory="64MiB", processes=40) as box:
             result = await box.exec(["python3", "-c", eat], timeout_s=3)
             assert (result.status is Status.SUCCEEDED or timed_out(result)) and result.out_of_memory
-            assert (await box.exec("echo usable")).stdout == "usable\n"
+            said = ""
+            for _ in range(40):  # if only the first of them was killed, the others go on, and whoever comes may be next
+                said = said or (await box.exec("echo usable")).stdout
+            assert said == "usable\n"
 
     play(story)
 

@@ -174,11 +174,15 @@ def test_memory_that_is_used_up_is_told(cli) -> None:
     [
         (("--cpus", "many"), "cpus: expected a number of cores"),
         (("--cpus", "1.2.3"), "cpus: expected a number of cores"),
-        (("--cpus", "0", "--backend", "process"), "expected"),
-        (("--cpus", "3-1", "--backend", "process"), "expected"),
+        (("--cpus", "0", "--backend", "process"), "cpus: expected a number of cores above 0"),
+        (("--cpus", "3-1", "--backend", "process"), "cpus: expected a number of cores above 0"),
+        (("--memory", "1MiB", "--backend", "process"), "at least 4 MiB, got '1MiB'"),
         (("--env", "A"), "env: expected KEY=VALUE"),
         (("--env", "=1"), "env: expected KEY=VALUE"),
         (("--upload", "/no/such/file"), "upload: expected a file or directory that exists"),
+        (("--image", "/no/such.tar"), "image: expected a root directory or tar that exists"),
+        (("--image", "./nosuch"), "no such file or directory"),
+        (("--image", "nosuch.tar.gz"), "no such file or directory"),
         (("--download", "x"), "download: expected PATH:DIR"),
         (("--backend", "pod"), "backend: expected one of sandbox, process, docker"),
         (("--backend", "process", "--timeout", "0"), "timeout_s: expected a positive"),
@@ -364,6 +368,16 @@ def test_a_command_that_ends_leaves_nothing(start) -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["stdout"] == "done\n"
+
+
+@needs_sandboxes
+def test_the_example_with_the_number_of_cores_works(cli, tmp_path: Path) -> None:
+    """Where make is, which whoever builds here has."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "Makefile").write_text("all:\n\t@echo $(MAKEFLAGS)\n")
+    words = ("--cpus", "1-1", "--timeout", "60", "--upload", tmp_path / "project")
+    done = cli("run", *words, "--", "make", "-C", "project", "--no-print-directory", "-j{cpus}")
+    assert (done.code, done.err) == (0, "") and "-j1" in done.out
 
 
 def test_the_help_has_examples(cli) -> None:

@@ -1,4 +1,4 @@
-"""A connection to real sandboxes on this machine, which must leave nothing behind."""
+"""Connections of this machine: to real sandboxes, which must leave nothing behind, and to plain processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import pytest
 from tangram.client.client import Client, connect
 
 Connected = Callable[[Callable[[Client], Awaitable[None]]], None]
+
+DEADLINE_S = 60.0
+"""Of a test: a hang is a failure."""
 
 
 def why_not() -> str:
@@ -40,5 +43,22 @@ def connected(tmp_path: Path) -> Callable[..., None]:
 
         asyncio.run(main())
         assert list((tmp_path / "state" / "owners").iterdir()) == []
+
+    return run
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Callable[..., None]:
+    """Runs `test(client)` on a connection of its own, to plain processes: for what has nothing to do with isolation."""
+
+    def run(test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            async with (
+                asyncio.timeout(DEADLINE_S),
+                connect(backend="process", state=tmp_path / "state", **options) as client,
+            ):
+                await test(client)
+
+        asyncio.run(main())
 
     return run

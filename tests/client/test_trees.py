@@ -113,6 +113,15 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "top").read_text() == "mine"
 
 
+def test_a_target_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileFailed, match="file: is no directory that can be written to: File exists"):
+        unpack_tree(crafted(("top", b"x")), tmp_path / "file")
+    with pytest.raises(FileFailed, match="below: is no directory that can be written to: Not a directory"):
+        unpack_tree(crafted(("top", b"x")), tmp_path / "file" / "below")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize("content", [b"", b"no tar at all" * 100, b"\0" * 10240])
 def test_what_is_no_tree_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(FileFailed):

@@ -25,6 +25,7 @@ async def test_a_program_runs_in_an_open_sandbox_until_it_ends(bench: Bench) -> 
     assert (done.stdout_bytes, done.stderr_bytes) == (6, 0)
     assert not done.session_ended
     assert not done.out_of_memory
+    assert done.cpus == 1
     await box.close()
 
 

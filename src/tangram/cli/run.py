@@ -35,6 +35,7 @@ STDIN_BYTES_MAX = 256 << 20
 """It is read to its end before the command starts."""
 KEPT_BYTES = 4096
 """Of what was handed on already: why a command could not be started stands only there."""
+PATH_STARTS, TAR_ENDS = ("/", "./", "../"), (".tar", ".tar.gz", ".tgz")
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,7 +45,7 @@ tangram run -- python3 -c 'print(6 * 7)'
 
 tangram run "nproc && whoami"  [dim]# one word with blanks goes through a shell[/dim]
 
-tangram run --cpus 1-4 --timeout 60 --upload tests -- pytest -n {cpus} tests
+tangram run --cpus 1-4 --timeout 60 --upload project -- make -C project -j{cpus}
 
 tangram run --image python.tar --user root --json -- pip list
 
@@ -152,7 +153,7 @@ def run(
     asked = Asked(
         command=command[0] if len(command) == 1 and re.search(r"\s", command[0].strip()) else command,
         backend=backend,
-        image=image,
+        image=_image(image),
         sandbox=dict(memory=memory, disk=disk, network=network, user=user),
         action=dict(
             cpus=_cpus(cpus), timeout_s=timeout, cwd=cwd, key=key, env=_environment(env or []), stdin=_stdin(stdin)
@@ -200,9 +201,20 @@ def _stdin(wanted: bool) -> bytes:
 
 def _uploads(paths: list[Path]) -> list[Path]:
     for path in paths:
-        if not path.exists():
-            raise InvalidConfig("upload", str(path), "a file or directory that exists")
+        _require_path("upload", path, "a file or directory that exists")
     return paths
+
+
+def _require_path(option: str, path: Path, expected: str) -> None:
+    if not path.exists():
+        raise InvalidConfig(option, str(path), f"{expected} (no such file or directory)")
+
+
+def _image(text: str) -> str:
+    """What is written like a path is one; names of images have slashes too, but begin otherwise."""
+    if text.startswith(PATH_STARTS) or text.endswith(TAR_ENDS):
+        _require_path("image", Path(text), "a root directory or tar that exists, or the name of an image")
+    return text
 
 
 def _download(text: str) -> tuple[str, Path]:
@@ -385,6 +397,7 @@ def _plain(result: Result, asked: Asked) -> dict[str, Any]:
         "stderr": result.stderr,
         "stdout_bytes": executed.stdout_bytes,
         "stderr_bytes": executed.stderr_bytes,
+        "cpus": result.cpus,
         "out_of_memory": result.out_of_memory,
         "timing": {**msgspec.structs.asdict(result.timing), "act_s": result.timing.act_s},
         "usage": result.usage,

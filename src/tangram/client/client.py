@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from tangram.client.checks import Life, PathText, commands_of, path_of, require_cores, require_limits, variables_of
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.sizes import in_bytes
 from tangram.client.transport import LocalTransport, Transport
@@ -28,9 +29,9 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.errors import InvalidConfig
+from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.base import Manager
-from tangram.managers.work import Prepare, SandboxSpec
+from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Prepare, SandboxSpec
 from tangram.service.orchestrator import Decider, Orchestrator
 
 T = TypeVar("T")
@@ -39,6 +40,10 @@ BACKENDS = ("sandbox", "process", "docker")
 PREPARE_DEMAND = Demand({CPU: cores_of(OPEN_CORES)})
 SETUP_TIMEOUT_S = 1800.0
 """Of one set-up command."""
+DISK_BYTES_MIN = 64 * KIB
+"""Of a sandbox: a few small files."""
+TRIAL_MEMORY = "64MiB"
+"""Of a sandbox that is opened to see whether its image is there."""
 
 
 class Client:
@@ -46,6 +51,7 @@ class Client:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._life = Life("the connection")
         self._prefix = f"{os.getpid():x}{secrets.token_hex(2)}"
         self._numbers = count(1)
         self._building: dict[str, asyncio.Lock] = {}
@@ -53,12 +59,20 @@ class Client:
         self._warm = 0
 
     async def __aenter__(self) -> Self:
-        await self._transport.__aenter__()
+        self._life.begin(asyncio.get_running_loop())
+        try:
+            await self._transport.__aenter__()
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._life.opened()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._life.require()
+        self._life.closed()
         try:
             await self._transport.__aexit__(kind, error, trace)
         finally:
@@ -87,18 +101,18 @@ class Client:
         that of the machine; without, none. `user="root"`: root inside, nobody outside.
         """
         spec = SandboxSpec(
-            image=image.name if isinstance(image, Image) else image,
-            memory_bytes=in_bytes("memory", memory),
-            disk_bytes=in_bytes("disk", disk),
+            image=_name("image", image),
+            memory_bytes=in_bytes("memory", memory, least=MEMORY_BYTES_MIN),
+            disk_bytes=in_bytes("disk", disk, least=DISK_BYTES_MIN),
             processes_max=processes,
             open_files_max=open_files,
             network=network,
             user=user,
-            env=dict(env or {}),
+            env=variables_of("env", env),
         )
         name = f"{self._prefix}-{next(self._numbers)}"
         again = self._prepare if self._warm else None
-        return Sandbox(self._transport, name, spec, run=run, trajectory=trajectory, task=task, opened=again)
+        return Sandbox(self._transport, self._life, name, spec, run=run, trajectory=trajectory, task=task, opened=again)
 
     def _prepare(self, spec: SandboxSpec) -> None:
         """Have another one made, as an action of its own which nobody waits for."""
@@ -111,9 +125,9 @@ class Client:
 
     async def image(
         self,
-        source: str | Path = "",
+        source: PathText = "",
         *,
-        base: str | Image = "host",
+        base: str | Image = "",
         setup: Sequence[str] = (),
         memory: int | str = "2GiB",
         disk: int | str = "1GiB",
@@ -122,27 +136,43 @@ class Client:
         env: Mapping[str, str] | None = None,
         run: str = "default",
     ) -> Image:
-        """An image: a root directory, or a tar as `docker save` or OCI write it, if `source` is given; then the set-up
-        commands are run on it once, and what they made is kept under the hash of all this, also for other processes."""
-        name = await self._transport.images.add_image(str(source)) if source else _name(base)
-        if not setup:
+        """An image: `source`, a root directory, or a tar as `docker save` or OCI write it; or `base`, which is there
+        already, "host" unless you say otherwise. Then the set-up commands are run on it once, and what they made is
+        kept under the hash of all this, also for other processes."""
+        self._life.require()
+        commands, variables = commands_of("setup", setup), variables_of("env", env)
+        if source and base:
+            raise InvalidAction("base", base, "none beside a source: the set-up commands are run on that")
+        if source:
+            name = await self._transport.images.add_image(path_of("source", source))
+        else:
+            name = _name("base", base or "host")
+        if not commands:
+            if not source:
+                await self._require_image(name, run)
             return Image(name)
-        key = _key(name, setup, network, user, env)
+        key = _key(name, commands, network, user, variables)
         async with self._building.setdefault(key, asyncio.Lock()):
             found = await self._transport.images.recall_image(key)
             if found:
                 return Image(found)
             options = dict(memory=memory, disk=disk, network=network, user=user, env=env, run=run)
             async with self.sandbox(image=name, trajectory=f"setup-{key[:12]}", **options) as box:  # type: ignore[arg-type]
-                for command in setup:
+                for command in commands:
                     (await box.exec(command, key="setup", timeout_s=SETUP_TIMEOUT_S)).check()
                 made = await box.commit(f"setup-{key[:24]}")
             await self._transport.images.remember_image(key, made.name)
             return made
 
-    async def forget(self, image: Image) -> None:
+    async def _require_image(self, name: str, run: str) -> None:
+        """Raises what keeps sandboxes from being opened from it."""
+        async with self.sandbox(image=name, memory=TRIAL_MEMORY, run=run):
+            pass
+
+    async def forget(self, image: str | Image) -> None:
         """Delete an image that `commit` made. Sandboxes that were opened from it live on."""
-        await self._transport.images.forget_image(image.name)
+        self._life.require()
+        await self._transport.images.forget_image(_name("image", image))
 
     # ---- many at once ----
 
@@ -182,12 +212,15 @@ def _progress(label: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _name(image: str | Image) -> str:
-    return image.name if isinstance(image, Image) else image
+def _name(field: str, image: str | Image) -> str:
+    name = image.name if isinstance(image, Image) else image
+    if not isinstance(name, str):
+        raise InvalidAction(field, image, "an Image, or the name of one; t.image() makes one of a directory or a tar")
+    return name
 
 
-def _key(base: str, setup: Sequence[str], network: bool, user: str, env: Mapping[str, str] | None) -> str:
-    said = json.dumps([base, list(setup), network, user, sorted((env or {}).items())])
+def _key(base: str, setup: tuple[str, ...], network: bool, user: str, env: dict[str, str]) -> str:
+    said = json.dumps([base, setup, network, user, sorted(env.items())])
     return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -199,8 +232,8 @@ def connect(
     memory: int | str | None = None,
     policy_name: str = "adaptive",
     limits: Limits | None = None,
-    record: str | Path = "",
-    state: str | Path = "",
+    record: PathText = "",
+    state: PathText = "",
     warm: int = 0,
     decider: Decider | None = None,
 ) -> Client:
@@ -214,21 +247,33 @@ def connect(
     """
     if url:
         raise InvalidConfig("url", url, "nothing: a service on another machine comes with `tangram serve`")
-    memory_bytes = None if memory is None else in_bytes("memory", memory)
-    manager = _manager(backend, cores, memory_bytes, Path(state) if state else None, warm)
+    require_cores(cores)
+    require_limits(limits)
+    memory_bytes = None if memory is None else _memory_bytes(memory)
+    folder = path_of("state", state, InvalidConfig)
+    manager = _manager(backend, cores, memory_bytes, Path(folder) if folder else None, warm)
     pools = manager.pools()
     limits = limits or Limits()
+    chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
     stack = ExitStack()
     observer = None
     if record:
         from tangram.sim.record import recording  # brings numpy along
+        from tangram.sim.whole_file import check_writable
 
-        observer = stack.enter_context(recording(record, policy=policy_name, pools=pools, limits=limits, note=backend))
-    chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
+        file = path_of("record", record, InvalidConfig)
+        check_writable("record", Path(file))
+        observer = stack.enter_context(recording(file, policy=policy_name, pools=pools, limits=limits, note=backend))
     client = Client(LocalTransport(Orchestrator(chosen, {_node(pools): manager}, observer=observer)))
     client._stack = stack
     client._warm = warm
     return client
+
+
+def _memory_bytes(memory: int | str) -> int:
+    """Of all sandboxes together: at least one fits, and the machine has it."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return in_bytes("memory", memory, least=MEMORY_BYTES_MIN, most=machine, error=InvalidConfig)
 
 
 def _node(pools: tuple[Pool, ...]) -> str:

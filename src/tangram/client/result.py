@@ -56,13 +56,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.status is Status.SUCCEEDED and self.exit_code == 0
 
     @property
+    def cpus(self) -> int:
+        """Whole cores that it was told to have: what `{cpus}` became. 0 if it did not run."""
+        return self.executed.cpus
+
+    @property
     def out_of_memory(self) -> bool:
         """The sandbox's memory was used up, and the kernel killed something in it."""
         return self.executed.out_of_memory
 
     @property
     def session_ended(self) -> bool:
-        """The held shell is gone; the next command gets a new one."""
+        """The held shell is gone; the next command of its session raises SessionEnded."""
         return self.executed.session_ended
 
     def check(self) -> Result:

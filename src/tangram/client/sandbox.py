@@ -7,8 +7,10 @@ for their turn like any other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import posixpath
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,19 @@ from typing import BinaryIO, Self, cast
 
 import msgspec
 
+from tangram.client.checks import (
+    Command,
+    Content,
+    Life,
+    OnOutput,
+    PathText,
+    bytes_of,
+    path_of,
+    require_listener,
+    require_mode,
+    variables_of,
+    words_of,
+)
 from tangram.client.result import Result, result_of
 from tangram.client.sizes import Cpus, amounts, in_bytes
 from tangram.client.transport import Pending, Transport
@@ -23,10 +38,23 @@ from tangram.client.trees import pack_tree, unpack_tree
 from tangram.core.action import PRIORITY_MAX, Action, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.speedup import Speedup
-from tangram.errors import SessionEnded
+from tangram.errors import FileFailed, SessionEnded
 from tangram.managers.base import Files
-from tangram.managers.work import CAPTURE_BYTES_MAX, MIB, Close, Commit, Entry, Exec, Executed, Open, SandboxSpec, Work
-from tangram.service.orchestrator import undisturbed
+from tangram.managers.work import (
+    CAPTURE_BYTES_CEILING,
+    CAPTURE_BYTES_MAX,
+    MIB,
+    WORKSPACE,
+    Close,
+    Commit,
+    Entry,
+    Exec,
+    Executed,
+    Open,
+    SandboxSpec,
+    Work,
+)
+from tangram.service.orchestrator import Settled, undisturbed
 
 FILE_BYTES_MAX = 256 * MIB
 """Of one `read`, unless the caller says otherwise."""
@@ -38,10 +66,6 @@ TREE_MEMORY_MAX = 64 * MIB
 """Of a tree on its way; a larger one goes through a temporary file."""
 OPEN_CORES, CLOSE_CORES, COMMIT_CORES = 0.2, 0.1, 0.5
 """Cores that opening, closing and sealing are granted: a few milliseconds of work each."""
-
-Command = str | Sequence[str]
-OnOutput = Callable[[str, bytes], None]
-"""Is told what a program writes as it comes: "stdout" or "stderr", and the bytes."""
 
 
 class Image(msgspec.Struct, frozen=True):
@@ -56,6 +80,7 @@ class Sandbox:
     def __init__(
         self,
         transport: Transport,
+        connection: Life,
         name: str,
         spec: SandboxSpec,
         *,
@@ -66,6 +91,8 @@ class Sandbox:
     ) -> None:
         self.name = name
         self._transport = transport
+        self._connection = connection
+        self._life = Life("the sandbox")
         self._spec = spec
         self._run = run
         self._trajectory = trajectory or name
@@ -79,12 +106,15 @@ class Sandbox:
     # ---- its life ----
 
     async def __aenter__(self) -> Self:
+        self._connection.require()
+        self._life.begin()
         self._transport.reserve(self.name, -(-self._spec.memory_bytes // MIB), self._run)
         try:
             await self._errand("open", Open(spec=self._spec), OPEN_CORES)
         except BaseException:
             await self.close()
             raise
+        self._life.opened()
         if self._opened is not None:
             self._opened(self._spec)
         return self
@@ -97,9 +127,12 @@ class Sandbox:
     async def close(self) -> None:
         """End everything in it, also what still runs; its files are forgotten. Whoever is cancelled here goes when that
         is done."""
-        await undisturbed(self._close())
+        self._connection.require_loop()
+        if self._life.begun:
+            await undisturbed(self._close())
 
     async def _close(self) -> None:
+        self._life.closed()
         for pending in list(self._under_way):
             pending.cancel()
             await pending.settled()
@@ -107,8 +140,8 @@ class Sandbox:
             "close", Demand({CPU: cores(CLOSE_CORES)}), idempotent=True, priority=PRIORITY_MAX, deadline_s=CLOSE_WAIT_S
         )
         try:
-            if not self._transport.is_placed(self.name):
-                return  # opening was given up while it waited
+            if not self._transport.is_placed(self.name) or not self._connection.is_open:
+                return  # opening was given up while it waited, or the connection ends all that it has
             settled = await self._transport.submit(action, Close()).settled()
             if settled.outcome.status is not Status.SUCCEEDED:
                 # An action like others, but one that does not wait for ever: somebody may hold all cores.
@@ -121,6 +154,10 @@ class Sandbox:
         action = self._action(kind, Demand({CPU: cores(size)}), idempotent=True)
         settled = await self._transport.submit(action, work).settled()
         result_of(kind, settled.outcome, settled.executed or _DONE).check()
+
+    def _require_open(self) -> None:
+        self._connection.require()
+        self._life.require()
 
     def _action(
         self,
@@ -159,9 +196,9 @@ class Sandbox:
         cpus: Cpus = None,
         timeout_s: float | None = None,
         deadline_s: float | None = None,
-        cwd: str = "",
+        cwd: PathText = "",
         env: Mapping[str, str] | None = None,
-        stdin: bytes | str = b"",
+        stdin: Content = b"",
         key: str = "",
         speedup: Speedup | None = None,
         duration_s: float | None = None,
@@ -181,35 +218,46 @@ class Sandbox:
             "exec", Demand({CPU: amounts(cpus)}, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority, idempotent=idempotent, duration_s=duration_s,
         )  # fmt: skip
-        settled = await self._submit(action, work, on_output).settled()
-        return result_of(work.shown, settled.outcome, settled.executed)
+        return await self._run_to_end(action, work, on_output)
 
     async def start(
         self,
         command: Command,
         *,
         cpus: Cpus = 1,
-        cwd: str = "",
+        cwd: PathText = "",
         env: Mapping[str, str] | None = None,
         key: str = "",
         capture: int | str = CAPTURE_BYTES_MAX,
         on_output: OnOutput | None = None,
     ) -> Server:
-        """Start a program that stays up, such as a server. It holds its cores until it is stopped."""
+        """Start a program that stays up, such as a server. It holds its cores until it is stopped.
+
+        Returns when it runs, or raises what kept it from starting, as `Result.check()` does.
+        """
         work = _work(command, cwd=cwd, env=env, capture=capture)
         pending = self._submit(self._action("server", Demand({CPU: amounts(cpus)}), key=key), work, on_output)
+        server = Server(pending, work.shown, self._connection)
         try:
-            await pending.started()
+            runs = await pending.started()
         except asyncio.CancelledError:
             pending.cancel()
             raise
-        return Server(pending, work.shown)
+        if not runs:
+            (await server.wait()).check()
+        return server
 
     def session(self) -> Session:
         """A shell that is held between commands: its directory, variables and functions stay."""
         return Session(self, f"session-{next(self._numbers)}")
 
+    async def _run_to_end(self, action: Action, work: Exec, on_output: OnOutput | None) -> Result:
+        settled = await self._submit(action, work, on_output).settled()
+        return result_of(work.shown, settled.outcome, settled.executed)
+
     def _submit(self, action: Action, work: Exec, on_output: OnOutput | None) -> Pending:
+        self._require_open()
+        require_listener(on_output)
         output = None if on_output is None else lambda stream, data: on_output(_STREAMS[stream], data)
         pending = self._transport.submit(action, work, output)
         self._under_way[pending] = None
@@ -218,63 +266,72 @@ class Sandbox:
 
     # ---- files ----
 
-    async def read(self, path: str, *, bytes_max: int | str = FILE_BYTES_MAX) -> bytes:
+    async def read(self, path: PathText, *, bytes_max: int | str = FILE_BYTES_MAX) -> bytes:
         """The content of a file. Raises FileFailed if it is not there, not readable or larger."""
-        return await self._files.read(self.name, path, bytes_max=in_bytes("bytes_max", bytes_max))
+        return await self._files.read(self.name, path_of("path", path), bytes_max=in_bytes("bytes_max", bytes_max))
 
-    async def read_text(self, path: str, *, bytes_max: int | str = FILE_BYTES_MAX) -> str:
+    async def read_text(self, path: PathText, *, bytes_max: int | str = FILE_BYTES_MAX) -> str:
         return (await self.read(path, bytes_max=bytes_max)).decode(errors="replace")
 
-    async def write(self, path: str, content: bytes | str, *, mode: int = 0o644) -> None:
+    async def write(self, path: PathText, content: Content, *, mode: int = 0o644) -> None:
         """Make or replace a file; it appears whole. Directories above it are made."""
-        data = content.encode() if isinstance(content, str) else content
-        await self._files.write(self.name, path, data, mode=mode)
+        require_mode(mode)
+        await self._files.write(self.name, path_of("path", path), bytes_of("content", content), mode=mode)
 
-    async def list(self, path: str = ".") -> list[Entry]:
-        return await self._files.list(self.name, path)
+    async def list(self, path: PathText = ".") -> list[Entry]:
+        return await self._files.list(self.name, path_of("path", path))
 
-    async def delete(self, path: str) -> None:
+    async def delete(self, path: PathText) -> None:
         """A file or a whole tree. Links are removed, not followed."""
-        await self._files.delete(self.name, path)
+        place = path_of("path", path)
+        if posixpath.normpath(posixpath.join(WORKSPACE, place)) in ("/", WORKSPACE):
+            raise FileFailed(place, "is where commands start; delete what is in it instead")
+        await self._files.delete(self.name, place)
 
-    async def upload(self, source: str | Path, path: str = ".") -> None:
+    async def upload(self, source: PathText, path: PathText = ".") -> None:
         """Copy a file or a directory of this machine below a directory of the sandbox, under its own name."""
-        tar = await asyncio.to_thread(pack_tree, Path(source))
+        files, below = self._files, path_of("path", path)
+        tar = await asyncio.to_thread(pack_tree, Path(path_of("source", source)))
         with tar:
-            await self._files.unpack(self.name, path, tar)
+            await files.unpack(self.name, below, tar)
 
-    async def download(self, path: str, target: str | Path, *, bytes_max: int | str = TREE_BYTES_MAX) -> Path:
+    async def download(self, path: PathText, target: PathText, *, bytes_max: int | str = TREE_BYTES_MAX) -> Path:
         """Copy a file or a directory of the sandbox below a directory of this machine, under its own name.
 
         What comes from a sandbox is not trusted: links that lead out of the target, devices and pipes are left out, and
         nothing that is there already is replaced.
         """
+        place, below = path_of("path", path), Path(path_of("target", target))
         with tempfile.SpooledTemporaryFile(TREE_MEMORY_MAX) as tar:
             file = cast(BinaryIO, tar)
-            await self._files.pack(self.name, path, file, bytes_max=in_bytes("bytes_max", bytes_max))
+            await self._files.pack(self.name, place, file, bytes_max=in_bytes("bytes_max", bytes_max))
             tar.seek(0)
-            return await asyncio.to_thread(unpack_tree, file, Path(target))
+            return await asyncio.to_thread(unpack_tree, file, below)
 
     @property
     def _files(self) -> Files:
+        self._require_open()
         return self._transport.files(self.name)
 
     # ---- copies ----
 
     async def commit(self, name: str = "") -> Image:
         """Seal its files as an image from which others open copy-on-write. Programs in it stand still meanwhile."""
+        self._require_open()
         name = name or f"{self.name}-{next(self._numbers)}"
         await self._errand("commit", Commit(image=name), COMMIT_CORES)
         return Image(name)
 
 
 class Session:
-    """A held shell of a sandbox."""
+    """A held shell of a sandbox. It runs one command at a time; others wait for it."""
 
     def __init__(self, sandbox: Sandbox, name: str) -> None:
         self._sandbox = sandbox
         self._name = name
         self._ended = ""
+        """The command that ended it."""
+        self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -290,40 +347,54 @@ class Session:
         *,
         cpus: Cpus = None,
         timeout_s: float | None = None,
-        cwd: str = "",
+        deadline_s: float | None = None,
+        cwd: PathText = "",
         env: Mapping[str, str] | None = None,
         key: str = "",
+        speedup: Speedup | None = None,
+        priority: int = 0,
         capture: int | str = CAPTURE_BYTES_MAX,
         on_output: OnOutput | None = None,
     ) -> Result:
-        """Run a command in the shell. A timeout or a cancellation ends the shell: `Result.session_ended` says so."""
-        if self._ended:
-            raise SessionEnded(f"the session ended with {self._ended!r}; open another one with box.session()")
+        """Run a command in the shell, when the one before it has ended. `deadline_s` counts from then.
+
+        `cwd` and `env` change the shell itself: they hold for later commands as well, as `cd` and `export` do. A
+        timeout or a cancellation ends the shell: `Result.session_ended` says so, and the next command raises
+        SessionEnded.
+        """
         box = self._sandbox
         work = _work(command, cwd=cwd, env=env, capture=capture, session=self._name)
-        action = box._action("exec", Demand({CPU: amounts(cpus)}), key=key, timeout_s=timeout_s)
-        try:
-            settled = await box._submit(action, work, on_output).settled()
-        except asyncio.CancelledError:
-            self._ended = work.shown
-            raise
-        result = result_of(work.shown, settled.outcome, settled.executed)
-        if result.session_ended:
-            self._ended = work.shown
-        return result
+        action = box._action(
+            "exec", Demand({CPU: amounts(cpus)}, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
+            priority=priority,
+        )  # fmt: skip
+        box._require_open()
+        async with self._turn:
+            if self._ended:
+                raise SessionEnded(f"the session ended with {self._ended!r}; open another one with box.session()")
+            try:
+                result = await box._run_to_end(action, work, on_output)
+            except asyncio.CancelledError:
+                self._ended = work.shown
+                raise
+            if result.session_ended:
+                self._ended = work.shown
+            return result
 
     async def close(self) -> None:
-        if not self._ended:
-            await self.exec("exit")
-            self._ended = "close"
+        if not self._ended and self._sandbox._life.is_open:
+            with contextlib.suppress(SessionEnded):  # by a command that was under way
+                await self.exec("exit")
+            self._ended = self._ended or "close"
 
 
 class Server:
     """A program that stays up and holds its cores until it is stopped."""
 
-    def __init__(self, pending: Pending, command: str) -> None:
+    def __init__(self, pending: Pending, command: str, connection: Life) -> None:
         self._pending = pending
         self._command = command
+        self._connection = connection
 
     async def __aenter__(self) -> Self:
         return self
@@ -335,12 +406,16 @@ class Server:
 
     async def stop(self) -> Result:
         """Ask it to end, kill it if it does not; what it wrote comes back."""
+        self._connection.require_loop()
         self._pending.cancel()
-        return await self.wait()
+        return self._result(await self._pending.settled())
 
     async def wait(self) -> Result:
-        """Until it ends by itself."""
-        settled = await self._pending.settled()
+        """Until it ends by itself. Whoever gives up waiting leaves it running."""
+        self._connection.require_loop()
+        return self._result(await self._pending.watched())
+
+    def _result(self, settled: Settled) -> Result:
         return result_of(self._command, settled.outcome, settled.executed)
 
 
@@ -354,17 +429,17 @@ _DONE = Executed(exit_code=0)
 def _work(
     command: Command,
     *,
-    cwd: str,
+    cwd: PathText,
     env: Mapping[str, str] | None,
     capture: int | str,
-    stdin: bytes | str = b"",
+    stdin: Content = b"",
     session: str = "",
 ) -> Exec:
     return Exec(
-        command=command if isinstance(command, str) else tuple(command),
-        cwd=cwd,
-        env=dict(env or {}),
-        stdin=stdin.encode() if isinstance(stdin, str) else stdin,
-        capture_bytes_max=0 if capture == 0 else in_bytes("capture", capture),
+        command=words_of(command),
+        cwd=path_of("cwd", cwd),
+        env=variables_of("env", env),
+        stdin=bytes_of("stdin", stdin),
+        capture_bytes_max=in_bytes("capture", capture, least=0, most=CAPTURE_BYTES_CEILING),
         session=session,
     )

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from tangram.client.checks import Life
 from tangram.client.client import Client, connect
 from tangram.client.sandbox import Sandbox, Server, Session
+from tangram.errors import TangramError
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -28,6 +30,7 @@ class _Portal:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._life = Life("the connection")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leave: asyncio.Event | None = None
         self._open: Future[None] = Future()
@@ -35,6 +38,7 @@ class _Portal:
         self._failure: BaseException | None = None
 
     def enter(self) -> None:
+        self._life.begin()
         self._thread.start()
         try:
             self._open.result()
@@ -43,8 +47,12 @@ class _Portal:
             raise
 
     def leave(self) -> None:
+        if self._failure is None:
+            self._require()
+        self._life.closed()
         assert self._loop is not None and self._leave is not None
-        self._loop.call_soon_threadsafe(self._leave.set)
+        with contextlib.suppress(RuntimeError):  # the loop has ended already; the failure says why
+            self._loop.call_soon_threadsafe(self._leave.set)
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -53,6 +61,7 @@ class _Portal:
         self._loop, self._leave = asyncio.get_running_loop(), asyncio.Event()
         try:
             async with self._client:
+                self._life.opened()
                 self._open.set_result(None)
                 await self._leave.wait()
         except BaseException as error:
@@ -60,10 +69,18 @@ class _Portal:
                 self._failure = error
             else:
                 self._open.set_exception(error)
+        finally:
+            self._life.closed()
 
-    def wait(self, doing: Awaitable[T]) -> T:
-        assert self._loop is not None, "enter the client first: with tangram.connect_sync() as t:"
-        future = asyncio.run_coroutine_threadsafe(_coroutine(doing), self._loop)
+    def wait(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What is begun only if it can be waited for."""
+        self._require()
+        assert self._loop is not None
+
+        async def doing() -> T:
+            return await begin()
+
+        future = asyncio.run_coroutine_threadsafe(doing(), self._loop)
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -72,16 +89,20 @@ class _Portal:
                 future.result()
             raise
 
-
-async def _coroutine(doing: Awaitable[T]) -> T:
-    return await doing
+    def _require(self) -> None:
+        self._life.require()
+        if threading.current_thread() is self._thread:
+            raise TangramError(
+                "called on the thread of the event loop, as from `on_output`: waiting here would wait for ever;"
+                " let another thread do it, or do it after the call"
+            )
 
 
 def _waiting(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """The method of a wrapper that calls the asynchronous method of what it wraps and waits for it."""
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        found: T = self._portal.wait(method(self._wrapped, *args, **kwargs))
+        found: T = self._portal.wait(lambda: method(self._wrapped, *args, **kwargs))
         return found
 
     functools.update_wrapper(call, method)
@@ -94,13 +115,13 @@ class _Wrapper:
         self._wrapped = wrapped
 
     def __enter__(self) -> Self:
-        self._portal.wait(self._wrapped.__aenter__())
+        self._portal.wait(lambda: self._wrapped.__aenter__())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._portal.wait(self._wrapped.__aexit__(kind, error, trace))
+        self._portal.wait(lambda: self._wrapped.__aexit__(kind, error, trace))
 
 
 class SyncSession(_Wrapper):
@@ -130,7 +151,7 @@ class SyncSandbox(_Wrapper):
 
     @functools.wraps(Sandbox.start)
     def start(self, *args: Any, **kwargs: Any) -> SyncServer:
-        return SyncServer(self._portal, self._portal.wait(self._wrapped.start(*args, **kwargs)))
+        return SyncServer(self._portal, self._portal.wait(lambda: self._wrapped.start(*args, **kwargs)))
 
 
 class SyncClient:

@@ -20,12 +20,16 @@ from tangram.service.orchestrator import Orchestrator, Settled, Ticket
 class Pending(Protocol):
     """An action under way."""
 
-    async def started(self) -> None:
-        """Until it runs, or has settled without."""
+    async def started(self) -> bool:
+        """Until it runs, or has settled without: then False."""
         ...
 
     async def settled(self) -> Settled:
         """Until it has settled. Whoever is cancelled here cancels the action, and goes when that has settled."""
+        ...
+
+    async def watched(self) -> Settled:
+        """Until it has settled. Whoever is cancelled here goes at once, and the action goes on."""
         ...
 
     def cancel(self) -> None: ...
@@ -67,11 +71,15 @@ class LocalPending:
         self._orchestrator = orchestrator
         self._ticket = ticket
 
-    async def started(self) -> None:
+    async def started(self) -> bool:
         await asyncio.shield(self._ticket.started)
+        return self._ticket.lease is not None
 
     async def settled(self) -> Settled:
         return await self._orchestrator.settle(self._ticket)
+
+    async def watched(self) -> Settled:
+        return await asyncio.shield(self._ticket.settled)
 
     def cancel(self) -> None:
         self._orchestrator.cancel(self._ticket.action.id)

@@ -48,9 +48,12 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 def unpack_tree(tar: BinaryIO, target: Path) -> Path:
     """Put what a tar holds, one file or directory, below `target`. It appears there whole, or not at all."""
-    target.mkdir(parents=True, exist_ok=True)
     aside = target / f".tangram-{secrets.token_hex(6)}.part"
-    aside.mkdir(mode=0o700)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        aside.mkdir(mode=0o700)
+    except OSError as error:
+        raise FileFailed(str(target), f"is no directory that can be written to: {error.strerror}") from error
     try:
         name = _unpack(tar, aside)
         place = target / name

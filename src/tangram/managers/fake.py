@@ -32,7 +32,7 @@ from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, InvalidAction, ManagerError
 from tangram.managers.base import Lease, Output
 from tangram.managers.capture import Capture
-from tangram.managers.width import filled_in, told
+from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
@@ -330,6 +330,7 @@ class FakeExecLease(FakeLease):
         self._box = box
         self._work = work
         self._output = output
+        self._cpus = whole_cores(grant.width)
         self._interpreter = Interpreter(box, work, grant.width)
         duration = script.duration_s
         if duration is None:
@@ -366,6 +367,7 @@ class FakeExecLease(FakeLease):
             stderr=captures[STDERR].content(),
             stdout_bytes=captures[STDOUT].total_bytes,
             stderr_bytes=captures[STDERR].total_bytes,
+            cpus=self._cpus,
             session_ended=bool(session) and interpreter.exited,
         )
 

@@ -212,6 +212,8 @@ class Executed(msgspec.Struct, frozen=True, kw_only=True):
     """All that it wrote."""
     out_of_memory: bool = False
     """The kernel killed something in the sandbox meanwhile because its memory was used up."""
+    cpus: int = 0
+    """Whole cores that it was told to have: what `{cpus}` became."""
     session_ended: bool = False
     """The held shell is gone: its variables, functions and directory are lost."""
 

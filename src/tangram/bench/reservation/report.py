@@ -317,7 +317,7 @@ import tangram
 
 async with tangram.connect(record="mine.jsonl") as t:
     async with t.sandbox(memory="1GiB") as box:
-        result = await box.exec("pytest -n {cpus}", cpus=(1, 4), key="tests")"""
+        result = await box.exec("make test -j{cpus}", cpus=(1, 4), key="tests")"""
 
 
 def _footer(result: BenchResult, path: Path) -> str:

@@ -27,7 +27,7 @@ from tangram.managers.cpu.sandbox import Sandbox, Slot
 from tangram.managers.cpu.session import Session
 from tangram.managers.cpu.spawning import ExecFailed, Program, Spawning
 from tangram.managers.streams import Stream, standard_input
-from tangram.managers.width import filled_in, told
+from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import STDERR, STDOUT, WORKSPACE, Ended, Exec, Executed, inside
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -249,6 +249,7 @@ class ProgramLease:
             stdout_bytes=out.total_bytes,
             stderr_bytes=err.total_bytes,
             out_of_memory=out_of_memory,
+            cpus=whole_cores(self._width),
             session_ended=self._session_ended(),
         )
 

@@ -27,7 +27,7 @@ from tangram.managers.docker.marks import run_words, session_message, session_wo
 from tangram.managers.docker.processes import end_all, now_ticks
 from tangram.managers.docker.programs import Programs, begun
 from tangram.managers.docker.shells import Run, Session, Shell
-from tangram.managers.width import filled_in, told
+from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import STDERR, STDOUT, WORKSPACE, Ended, Exec, Executed, inside
 
 BASE_ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb"}
@@ -259,6 +259,7 @@ class ProgramLease:
                 stdout_bytes=out.total_bytes,
                 stderr_bytes=err.total_bytes,
                 out_of_memory=claim.memory_kills > 0,
+                cpus=whole_cores(self._width),
                 session_ended=self._session_ended(),
             ),
             lost=lost,

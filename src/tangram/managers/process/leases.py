@@ -289,6 +289,7 @@ class ExecLease:
             stderr=err.content(),
             stdout_bytes=out.total_bytes,
             stderr_bytes=err.total_bytes,
+            cpus=whole_cores(self.width),
             session_ended=session_ended,
         )
         self.ended.set_result(Ended(usage=usage, executed=executed, lost=lost))
