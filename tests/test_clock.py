@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.clock import Clock, SimClock, WallClock
+from tangram.clock import Clock, SimClock, VirtualLoop, WallClock
 from tangram.errors import InvariantError
 
 times = st.floats(allow_nan=False, allow_infinity=False)
@@ -62,3 +63,31 @@ def test_sim_clock_refuses_what_is_not_a_time(wrong: float) -> None:
     with pytest.raises(InvariantError, match="finite"):
         SimClock(wrong)
     assert read(clock) == 1.0
+
+
+# ---- the loop on virtual time --------------------------------------------------------------------------------------
+
+
+def test_waiting_takes_no_time_in_a_virtual_loop_and_keeps_its_order() -> None:
+    order = []
+
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        order.append((seconds, asyncio.get_running_loop().time()))
+
+    async def main() -> None:
+        async with asyncio.timeout(10_000):
+            await asyncio.gather(wait(3600.0), wait(0.0), wait(60.0))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+    assert [seconds for seconds, _ in order] == [0.0, 60.0, 3600.0]
+    assert all(at == pytest.approx(seconds) for seconds, at in order)
+
+
+def test_a_virtual_loop_in_which_nothing_can_happen_any_more_says_so() -> None:
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(InvariantError, match="no time brings"), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())

@@ -209,7 +209,7 @@ class Orchestrator:
 
     def tell(self, event: Event) -> None:
         """What an executor has to say of its own accord: a pool that changed, a service that was loaded."""
-        self._tasks.create_task(self._tell(event))
+        self._send(event)
 
     def release(self, sandbox: str) -> None:
         self._node_by_sandbox.pop(sandbox, None)
