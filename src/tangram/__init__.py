@@ -12,6 +12,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import Amdahl, PowerLaw, Table
 from tangram.errors import TangramError
+from tangram.managers.quota import Quota, Rate
 
 __all__ = [
     "Action",
@@ -24,6 +25,8 @@ __all__ = [
     "Outcome",
     "Pool",
     "PowerLaw",
+    "Quota",
+    "Rate",
     "Result",
     "Sandbox",
     "Scheduler",

@@ -804,18 +804,6 @@ def test_without_an_engine_the_error_says_what_to_start(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-
-    async def whole() -> None:
-        with pytest.raises(ManagerError, match="pip install") as caught:
-            async with DockerManager():
-                pass
-        assert not caught.value.retry
-
-    asyncio.run(whole())
-
-
 def test_an_engine_is_spoken_to_in_a_version_that_it_knows() -> None:
     assert _version_prefix({"ApiVersion": "1.41", "MinAPIVersion": "1.12"}) == "/v1.41"
     assert _version_prefix({"ApiVersion": "1.52", "MinAPIVersion": "1.44"}) == "/v1.44"

@@ -89,6 +89,13 @@ def variables_of(field: str, env: Mapping[str, str] | None) -> dict[str, str]:
     return dict(env or {})
 
 
+def require_counts(field: str, counts: Mapping[str, int] | None) -> Mapping[str, int]:
+    """How much each is, is for the quota to check."""
+    if counts is not None and not isinstance(counts, Mapping):
+        raise InvalidAction(field, counts, "numbers of requests by name, such as {'search': 1}")
+    return counts or {}
+
+
 def bytes_of(field: str, content: Content) -> bytes:
     if isinstance(content, bytes | bytearray | memoryview):
         return bytes(content)

@@ -11,14 +11,16 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from tangram.client.api import RETRIES, TIMEOUT_S, Api, Http
 from tangram.client.checks import Life, PathText, commands_of, path_of, require_cores, require_limits, variables_of
+from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.sizes import in_bytes
 from tangram.client.transport import LocalTransport, Transport
@@ -31,7 +33,8 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.base import Manager
-from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Prepare, SandboxSpec
+from tangram.managers.quota import Quota, QuotaManager
+from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec
 from tangram.service.orchestrator import Decider, Orchestrator
 
 T = TypeVar("T")
@@ -55,6 +58,7 @@ class Client:
         self._prefix = f"{os.getpid():x}{secrets.token_hex(2)}"
         self._numbers = count(1)
         self._building: dict[str, asyncio.Lock] = {}
+        self._http = Http(self._life)
         self._stack = ExitStack()
         self._warm = 0
 
@@ -76,6 +80,7 @@ class Client:
         try:
             await self._transport.__aexit__(kind, error, trace)
         finally:
+            await self._http.close()
             self._stack.close()
 
     # ---- sandboxes ----
@@ -174,6 +179,72 @@ class Client:
         self._life.require()
         await self._transport.images.forget_image(_name("image", image))
 
+    # ---- quotas ----
+
+    def add_quota(self, quota: Quota) -> None:
+        """What an API allows, from now on. One of the same name is replaced, with those who wait for it."""
+        self._life.require()
+        if not isinstance(quota, Quota):
+            raise InvalidConfig("quota", quota, "a tangram.Quota, such as Quota('search', concurrent=8)")
+        self._transport.add_quota(quota)
+
+    def quota(
+        self,
+        name: str,
+        *,
+        requests: int = 1,
+        tokens: int = 0,
+        run: str = "default",
+        trajectory: str = "",
+        task: str = "",
+        key: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> QuotaUse:
+        """A part of a quota, around a client of your own: `async with t.quota("search"): ...`.
+
+        Entering waits until so many requests may be made, with so many tokens in all where the quota counts them (an
+        estimate, to be corrected by `spent`). `deadline_s`: how long all of it may take, waiting included.
+        """
+        self._life.require()
+        quota = self._transport.quota(name)
+        action = Action(
+            id=f"{self._prefix}-{next(self._numbers)}",
+            demand=Demand(quota.demand(requests=requests, tokens=tokens)),
+            run=run, trajectory=trajectory, task=task, kind="api", key=key or name, priority=priority,
+            deadline_s=deadline_s,
+        )  # fmt: skip
+        return QuotaUse(self._transport, self._life, quota, action)
+
+    def api(
+        self,
+        name: str,
+        base_url: str = "",
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        run: str = "default",
+        trajectory: str = "",
+        task: str = "",
+        key: str = "",
+        priority: int = 0,
+    ) -> Api:
+        """An HTTP API whose quota is `name`: `await t.api("search", "https://...").get("v1/search")`.
+
+        `timeout_s` is that of one try. What is refused or does not arrive is tried again, so many times.
+        """
+        self._life.require()
+        self._transport.quota(name)
+
+        def use(tokens: int) -> QuotaUse:
+            return self.quota(
+                name, tokens=tokens, run=run, trajectory=trajectory, task=task, key=key, priority=priority
+            )
+
+        return Api(self._http, use, base_url=base_url, headers=variables_of("headers", headers), timeout_s=timeout_s,
+                   retries=retries)  # fmt: skip
+
     # ---- many at once ----
 
     async def gather(self, *doing: Awaitable[T], label: str = "") -> list[T]:
@@ -232,6 +303,7 @@ def connect(
     memory: int | str | None = None,
     policy_name: str = "adaptive",
     limits: Limits | None = None,
+    quotas: Iterable[Quota] = (),
     record: PathText = "",
     state: PathText = "",
     warm: int = 0,
@@ -241,9 +313,9 @@ def connect(
 
     Without an address an orchestrator starts inside this process: it owns the sandboxes, and they end with it.
     `backend`: "sandbox" (real isolation, needs root), "docker" (through an engine), or "process", which isolates
-    nothing. `cores` and `memory`: what all sandboxes may use together; all of this machine if not given. `record`: a
-    file for the trace, which `tangram sim` and `tangram trace` read. `warm`: sandboxes that are made ahead, each like
-    the last one that was opened. `decider`: another one than the scheduler.
+    nothing. `cores` and `memory`: what all sandboxes may use together; all of this machine if not given. `quotas`: what
+    APIs allow. `record`: a file for the trace, which `tangram sim` and `tangram trace` read. `warm`: sandboxes that are
+    made ahead, each like the last one that was opened. `decider`: another one than the scheduler.
     """
     if url:
         raise InvalidConfig("url", url, "nothing: a service on another machine comes with `tangram serve`")
@@ -252,7 +324,8 @@ def connect(
     memory_bytes = None if memory is None else _memory_bytes(memory)
     folder = path_of("state", state, InvalidConfig)
     manager = _manager(backend, cores, memory_bytes, Path(folder) if folder else None, warm)
-    pools = manager.pools()
+    held = QuotaManager(_quotas(quotas), lambda event: orchestrator.tell(event))
+    pools = (*manager.pools(), *held.pools())
     limits = limits or Limits()
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
     stack = ExitStack()
@@ -264,10 +337,18 @@ def connect(
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
         observer = stack.enter_context(recording(file, policy=policy_name, pools=pools, limits=limits, note=backend))
-    client = Client(LocalTransport(Orchestrator(chosen, {_node(pools): manager}, observer=observer)))
+    orchestrator = Orchestrator(chosen, {_node(pools): manager}, {Hold: held}, observer=observer)
+    client = Client(LocalTransport(orchestrator, held))
     client._stack = stack
     client._warm = warm
     return client
+
+
+def _quotas(quotas: Iterable[Quota]) -> list[Quota]:
+    found = list(quotas)
+    if not all(isinstance(quota, Quota) for quota in found) or len({quota.name for quota in found}) < len(found):
+        raise InvalidConfig("quotas", found, "tangram.Quota, each with a name of its own")
+    return found
 
 
 def _memory_bytes(memory: int | str) -> int:

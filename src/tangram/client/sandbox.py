@@ -26,6 +26,7 @@ from tangram.client.checks import (
     PathText,
     bytes_of,
     path_of,
+    require_counts,
     require_listener,
     require_mode,
     variables_of,
@@ -200,6 +201,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         stdin: Content = b"",
         key: str = "",
+        quotas: Mapping[str, int] | None = None,
         speedup: Speedup | None = None,
         duration_s: float | None = None,
         priority: int = 0,
@@ -210,15 +212,23 @@ class Sandbox:
         """Run a command to its end, as one action.
 
         A string goes through a shell, a list of words does not; `{cpus}` in it becomes the number of cores that it got.
-        `cpus`: a number, or (least, most) for commands that run faster on more, or None for what is learned. `key`:
-        your word for commands that behave alike. `timeout_s` counts from its start, `deadline_s` from now.
+        `cpus`: a number, or (least, most) for commands that run faster on more, or None for what is learned. `quotas`:
+        how many requests it makes of which API. `key`: your word for commands that behave alike. `timeout_s` counts
+        from its start, `deadline_s` from now.
         """
         work = _work(command, cwd=cwd, env=env, stdin=stdin, capture=capture)
         action = self._action(
-            "exec", Demand({CPU: amounts(cpus)}, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
+            "exec", self._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority, idempotent=idempotent, duration_s=duration_s,
         )  # fmt: skip
         return await self._run_to_end(action, work, on_output)
+
+    def _demand(self, cpus: Cpus, quotas: Mapping[str, int] | None, speedup: Speedup | None) -> Demand:
+        """All that it needs is granted together."""
+        pools = {CPU: amounts(cpus)}
+        for name, requests in require_counts("quotas", quotas).items():
+            pools |= self._transport.quota(name).demand(requests=requests)
+        return Demand(pools, speedup)
 
     async def start(
         self,
@@ -351,6 +361,7 @@ class Session:
         cwd: PathText = "",
         env: Mapping[str, str] | None = None,
         key: str = "",
+        quotas: Mapping[str, int] | None = None,
         speedup: Speedup | None = None,
         priority: int = 0,
         capture: int | str = CAPTURE_BYTES_MAX,
@@ -365,7 +376,7 @@ class Session:
         box = self._sandbox
         work = _work(command, cwd=cwd, env=env, capture=capture, session=self._name)
         action = box._action(
-            "exec", Demand({CPU: amounts(cpus)}, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
+            "exec", box._demand(cpus, quotas, speedup), key=key, timeout_s=timeout_s, deadline_s=deadline_s,
             priority=priority,
         )  # fmt: skip
         box._require_open()

@@ -15,10 +15,13 @@ from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from tangram.client.api import Api
 from tangram.client.checks import Life
 from tangram.client.client import Client, connect
+from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import Sandbox, Server, Session
 from tangram.errors import TangramError
+from tangram.managers.quota import Quota
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -98,6 +101,15 @@ class _Portal:
             )
 
 
+def _soon(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Callable[[], Coroutine[Any, Any, T]]:
+    """A plain function, to be called on the loop."""
+
+    async def on_the_loop() -> T:
+        return call(*args, **kwargs)
+
+    return on_the_loop
+
+
 def _waiting(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """The method of a wrapper that calls the asynchronous method of what it wraps and waits for it."""
 
@@ -154,6 +166,22 @@ class SyncSandbox(_Wrapper):
         return SyncServer(self._portal, self._portal.wait(lambda: self._wrapped.start(*args, **kwargs)))
 
 
+class SyncQuotaUse(_Wrapper):
+    @functools.wraps(QuotaUse.spent)
+    def spent(self, **options: Any) -> None:
+        self._portal.wait(_soon(self._wrapped.spent, **options))
+
+    @functools.wraps(QuotaUse.heard)
+    def heard(self, *args: Any) -> None:
+        self._portal.wait(_soon(self._wrapped.heard, *args))
+
+
+class SyncApi(_Wrapper):
+    get = _waiting(Api.get)
+    post = _waiting(Api.post)
+    request = _waiting(Api.request)
+
+
 class SyncClient:
     """An open connection. Use it as `with tangram.connect_sync() as t:`."""
 
@@ -173,6 +201,18 @@ class SyncClient:
     @functools.wraps(Client.sandbox)
     def sandbox(self, **options: Any) -> SyncSandbox:
         return SyncSandbox(self._portal, self._wrapped.sandbox(**options))
+
+    @functools.wraps(Client.quota)
+    def quota(self, *args: Any, **options: Any) -> SyncQuotaUse:
+        return SyncQuotaUse(self._portal, self._portal.wait(_soon(self._wrapped.quota, *args, **options)))
+
+    @functools.wraps(Client.api)
+    def api(self, *args: Any, **options: Any) -> SyncApi:
+        return SyncApi(self._portal, self._portal.wait(_soon(self._wrapped.api, *args, **options)))
+
+    @functools.wraps(Client.add_quota)
+    def add_quota(self, quota: Quota) -> None:
+        self._portal.wait(_soon(self._wrapped.add_quota, quota))
 
     image = _waiting(Client.image)
     forget = _waiting(Client.forget)

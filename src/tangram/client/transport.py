@@ -7,12 +7,15 @@ of the managers. LocalTransport is an orchestrator inside this process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
 from tangram.core.action import Action
 from tangram.managers.base import Files, Images, Output
+from tangram.managers.pace import advice_of
+from tangram.managers.quota import Quota, QuotaManager
 from tangram.managers.work import Work
 from tangram.service.orchestrator import Orchestrator, Settled, Ticket
 
@@ -54,6 +57,20 @@ class Transport(Protocol):
         """End a sandbox at once, outside of every queue."""
         ...
 
+    def add_quota(self, quota: Quota) -> None: ...
+
+    def quota(self, name: str) -> Quota:
+        """Raises InvalidAction if there is none."""
+        ...
+
+    def let_go(self, action: str, spent: dict[str, int] | None) -> None:
+        """The caller is done with what it holds."""
+        ...
+
+    def heard(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
+        """What an API answered to whoever holds its quota."""
+        ...
+
     def files(self, sandbox: str) -> Files: ...
 
     @property
@@ -89,8 +106,9 @@ class LocalPending:
 
 
 class LocalTransport:
-    def __init__(self, orchestrator: Orchestrator) -> None:
+    def __init__(self, orchestrator: Orchestrator, quotas: QuotaManager) -> None:
         self.orchestrator = orchestrator
+        self._quotas = quotas
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
@@ -106,6 +124,18 @@ class LocalTransport:
 
     async def discard(self, sandbox: str) -> None:
         await self.orchestrator.discard(sandbox)
+
+    def add_quota(self, quota: Quota) -> None:
+        self._quotas.add(quota)
+
+    def quota(self, name: str) -> Quota:
+        return self._quotas.get(name)
+
+    def let_go(self, action: str, spent: dict[str, int] | None) -> None:
+        self._quotas.let_go(action, spent)
+
+    def heard(self, quota: str, status: int, headers: Mapping[str, str], action: str) -> None:
+        self._quotas.advise(quota, advice_of(status, headers, time.time()), self._quotas.granted_at(action))
 
     def files(self, sandbox: str) -> Files:
         return self.orchestrator.manager_of(sandbox)

@@ -399,8 +399,16 @@ class Scheduler:
         self.effects.append(Settle(outcome=self._outcome(entry, status, reason, usage)))
 
     def _give_back(self, entry: Entry, *, refund: bool, spent: dict[str, int] | None) -> None:
+        sliding = [
+            holding.pool
+            for holding in entry.holdings
+            if holding.pool.window is not None and holding.pool.window.sliding
+        ]
         for pool in self.grants.give_back(entry, refund=refund, spent=spent):
             self.queue.wake(pool)
+        for pool in sliding:  # what it used counts from now on, and so comes back sooner than was thought
+            if self.snapshot.waiting(pool):
+                self.wake_when_refilled(pool, max(0, pool.free) + 1)
 
     def _outcome(self, entry: Entry, status: Status, reason: str, usage: Usage) -> Outcome:
         """Time since submission, divided: what is neither execution nor overhead of the last attempt was waiting."""

@@ -32,19 +32,16 @@ REQUESTS, TOKENS = "requests", "tokens"
 ARRIVAL_S = 1.0
 """By then a request has reached the API, also on a busy machine. Only what takes longer than that is counted from then
 on instead of from its end."""
-BUCKET_SLACK = 0.02
-"""Of a bucket: what is left unused, because requests arrive less evenly than they were granted."""
 
 Tell = Callable[[Event], None]
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """So many units in so many seconds."""
+    """So many units in so many seconds, however the API counts them: in windows that begin at some time, in the
+    seconds before each request, or as a bucket that holds so many and fills steadily."""
 
     units: int
     seconds: float
-    bucket: bool = False
-    """The API refills steadily, as into a bucket. False: it counts in windows, whenever they begin."""
 
     def __post_init__(self) -> None:
         if type(self.units) is not int or self.units < 1:
@@ -52,13 +49,10 @@ class Rate(msgspec.Struct, frozen=True):
         Window(seconds=self.seconds)
 
     def pool(self, kind: str, share: float = 1.0) -> Pool:
-        """With a part of the units; at least one, so that nobody waits for ever."""
-        units = max(1, int(self.units * share))
-        if not self.bucket:
-            return Pool(kind=kind, total=units, window=Window(seconds=self.seconds, sliding=True, arrival_s=ARRIVAL_S))
-        # A smaller bucket that fills as fast: what is unused is lost once, not every window.
-        held = max(1, int(units * (1.0 - BUCKET_SLACK)))
-        return Pool(kind=kind, total=held, window=Window(seconds=self.seconds * held / units, bucket=True))
+        """With a part of the units; at least one, so that nobody waits for ever. What never exceeds a number in any
+        stretch of that many seconds suits all ways to count."""
+        window = Window(seconds=self.seconds, sliding=True, arrival_s=ARRIVAL_S)
+        return Pool(kind=kind, total=max(1, int(self.units * share)), window=window)
 
 
 class Quota(msgspec.Struct, frozen=True):

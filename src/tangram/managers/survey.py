@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import glob
 import http.client
-import importlib.util
 import json
 import os
 import platform
@@ -575,14 +574,6 @@ def _docker() -> Finding:
         start = "systemctl start docker" if shutil.which("dockerd") else "apt-get install -y docker.io"
         to_do = f"only for the backend docker: {as_root()}{start}"
         return Finding(component=component, state=MISSING, found=reason, to_do=to_do, needed_by=needed_by)
-    if importlib.util.find_spec("aiohttp") is None:
-        return Finding(
-            component=component,
-            state=MISSING,
-            found=f"{version} at {DOCKER_SOCKET}, but no library aiohttp",
-            to_do="pip install 'arl-tangram[docker]'",
-            needed_by=needed_by,
-        )
     return Finding(component=component, state=OK, found=f"{version} at {DOCKER_SOCKET}", needed_by=needed_by)
 
 

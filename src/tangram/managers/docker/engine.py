@@ -113,12 +113,8 @@ class Engine:
         self._library_errors: tuple[type[BaseException], ...] = ()
 
     async def connect(self) -> None:
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise ManagerError(
-                "the docker manager needs aiohttp; install it: pip install 'arl-tangram[docker]'", retry=False
-            ) from error
+        import aiohttp  # takes longer to import than all else
+
         self._library_errors = (aiohttp.ClientError, TimeoutError, OSError)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(self.socket, limit=CONNECTIONS_MAX),
