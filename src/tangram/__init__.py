@@ -1,6 +1,7 @@
 """Tangram: action-level scheduling of the resources outside an RL training cluster."""
 
 from tangram.client.client import Client, connect
+from tangram.client.functions import CallResult, endpoint, function
 from tangram.client.result import Result
 from tangram.client.sandbox import Image, Sandbox
 from tangram.client.sync import connect_sync
@@ -18,6 +19,7 @@ __all__ = [
     "Action",
     "Amdahl",
     "Amounts",
+    "CallResult",
     "Client",
     "Demand",
     "Image",
@@ -38,7 +40,9 @@ __all__ = [
     "connect_sync",
     "cores",
     "cpu_node",
+    "endpoint",
     "fixed",
+    "function",
     "learned",
     "one_of",
     "policy",

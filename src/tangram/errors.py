@@ -11,6 +11,7 @@ TangramError
 ├── SessionEnded          the caller: a held shell is gone; names the command that ended it
 ├── ActionFailed          an action, raised by `Result.check()` only; carries the Result
 │   ├── CommandFailed     ... the agent: it ended with another exit code than 0
+│   ├── FunctionFailed    ... the function: it raised, ended its process or used up its memory
 │   ├── ActionTimedOut    ... the agent: it took longer than its time limit
 │   ├── ActionCancelled   ... the caller: it was cancelled
 │   └── ActionLost        ... our side failed; never the agent's fault
@@ -87,6 +88,10 @@ class ActionFailed(TangramError):
 
 class CommandFailed(ActionFailed):
     """The command ended with an exit code other than 0."""
+
+
+class FunctionFailed(ActionFailed):
+    """The function brought no value, by its own doing: it raised, ended its process, or used up its memory."""
 
 
 class ActionTimedOut(ActionFailed):

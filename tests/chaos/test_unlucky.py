@@ -16,7 +16,7 @@ from tests.chaos.conftest import Owners, inside, until
 
 import tangram
 from tangram import Status
-from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, ManagerError
+from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, TangramError
 from tangram.managers.cpu.manager import SandboxManager
 
 Play = Callable[..., Any]
@@ -266,7 +266,7 @@ def test_file_work_on_a_sandbox_that_is_gone_is_refused(play: Play, tmp_path: Pa
         async with t.sandbox(memory="64MiB") as box:
             pass
         for operation in (box.read("a"), box.write("a", b""), box.list(), box.delete("a"), box.upload(__file__)):
-            with pytest.raises(ManagerError, match="closed"):
+            with pytest.raises(TangramError, match="the sandbox is closed"):
                 await operation
 
     play(story)

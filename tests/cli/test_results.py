@@ -65,7 +65,7 @@ def test_the_recorded_results_make_a_table_whether_they_meet_their_goals_or_not(
     assert now.count("\n| `") == then.count("\n| `") > 30
     assert "missed" not in then
     for page in (now, then):
-        assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
+        assert page.startswith("before\n") and page.endswith("\nafter\n") and "\nold\n" not in page
 
 
 def test_a_readme_without_a_place_for_it_is_refused() -> None:

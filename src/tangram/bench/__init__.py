@@ -21,6 +21,7 @@ BENCHES = {
     "elastic": "elastic actions at stated loads: the published algorithm against ours, and both against a bound",
     "sizing": "cores and devices that give the same mean action completion time as today's reservations",
     "exec": "what an action costs beside its program: opening, executing, keeping a sandbox open",
+    "functions": "what a call of a function costs, how fast it scales from nothing, and what scaling saves",
     "cpu": "whether an action gets the CPU that it was granted, no less and no more",
     "quota": "a burst of calls to an API that enforces its quota: shared by action, and uncontrolled",
     "scheduler-cost": "microseconds and bytes that the scheduler itself takes, with up to a million actions waiting",

@@ -11,7 +11,6 @@ windows of calls took, over what was used; `uncontrolled_failed` the share of ca
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import time
 from pathlib import Path
@@ -20,10 +19,10 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most
 from tangram.bench.quota_server import Served, ServerProcess
-from tangram.client.api import Http
-from tangram.client.checks import Life
+from tangram.client.api import BYTES_MAX
 from tangram.client.client import Client, connect
 from tangram.errors import ManagerError
+from tangram.managers.http import Http, pause_s
 from tangram.managers.quota import Quota, Rate
 
 
@@ -42,8 +41,8 @@ FULL = Sizes()
 QUICK = Sizes(calls=2000, units=500, window_s=1.5)
 
 TRIES = 4
-BACKOFF_S = 0.5
-"""Uncontrolled: before the second try, doubled before each that follows, with a random part."""
+BACKOFF_S, BACKOFF_S_MAX = 0.5, 30.0
+"""Uncontrolled: before the second try, doubled before each that follows, less a part by chance."""
 
 
 def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
@@ -109,10 +108,7 @@ async def _calls(t: Client, url: str, run: str, left: object, waits: list[float]
 async def _uncontrolled(sizes: Sizes) -> tuple[Served, int, float]:
     """What the server saw, how many calls were given up, and the seconds that all took."""
     failed = 0
-    life = Life("the benchmark")
-    life.begin(asyncio.get_running_loop())
-    life.opened()
-    http = Http(life)
+    http = Http()
     left = iter(range(sizes.calls))
 
     async def client() -> None:
@@ -132,9 +128,9 @@ async def _uncontrolled(sizes: Sizes) -> tuple[Served, int, float]:
 async def _insisting(http: Http, url: str) -> bool:
     for attempt in range(TRIES):
         if attempt:
-            await asyncio.sleep(random.uniform(0.5, 1.0) * BACKOFF_S * 2.0 ** (attempt - 1))
+            await asyncio.sleep(pause_s(attempt, BACKOFF_S, BACKOFF_S_MAX))
         try:
-            if (await http.request("GET", url, timeout_s=60.0)).ok:
+            if (await http.request("GET", url, timeout_s=60.0, bytes_max=BYTES_MAX)).ok:
                 return True
         except ManagerError:
             continue

@@ -16,10 +16,11 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from tangram.client.api import RETRIES, TIMEOUT_S, Api, Http
+from tangram.client.api import RETRIES, TIMEOUT_S, Api
 from tangram.client.checks import Life, PathText, commands_of, path_of, require_cores, require_limits, variables_of
+from tangram.client.functions import CallResult, Function, Functions
 from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.sizes import in_bytes
@@ -33,6 +34,8 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.base import Manager
+from tangram.managers.functions import Call, EndpointManager, EndpointSpec, FunctionManager, Post
+from tangram.managers.http import Http
 from tangram.managers.quota import Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec
 from tangram.service.orchestrator import Decider, Orchestrator
@@ -58,7 +61,8 @@ class Client:
         self._prefix = f"{os.getpid():x}{secrets.token_hex(2)}"
         self._numbers = count(1)
         self._building: dict[str, asyncio.Lock] = {}
-        self._http = Http(self._life)
+        self._http = Http()
+        self._functions = Functions(transport, self._life, self._prefix)
         self._stack = ExitStack()
         self._warm = 0
 
@@ -178,6 +182,20 @@ class Client:
         """Delete an image that `commit` made. Sandboxes that were opened from it live on."""
         self._life.require()
         await self._transport.images.forget_image(_name("image", image))
+
+    # ---- functions ----
+
+    async def call(self, target: Function[..., T] | EndpointSpec, /, *args: Any, **options: Any) -> T:
+        """Call a function or an endpoint as one action: its value, or what `CallResult.check()` raises.
+
+        `options` are those of `try_call`, and the arguments of the function by name.
+        """
+        return await self._functions.call(target, *args, **options)
+
+    async def try_call(self, target: Function[..., Any] | EndpointSpec, /, *args: Any, **options: Any) -> CallResult:
+        """As `call`, but every end is a record, told apart by its `kind`. Options besides the arguments of the
+        function: `run`, `trajectory`, `task`, `priority`, `deadline_s`, `idempotency_key`."""
+        return await self._functions.try_call(target, *args, **options)
 
     # ---- quotas ----
 
@@ -337,7 +355,12 @@ def connect(
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
         observer = stack.enter_context(recording(file, policy=policy_name, pools=pools, limits=limits, note=backend))
-    orchestrator = Orchestrator(chosen, {_node(pools): manager}, {Hold: held}, observer=observer)
+    orchestrator = Orchestrator(
+        chosen,
+        {_node(pools): manager},
+        {Hold: held, Call: FunctionManager(), Post: EndpointManager()},
+        observer=observer,
+    )
     client = Client(LocalTransport(orchestrator, held))
     client._stack = stack
     client._warm = warm

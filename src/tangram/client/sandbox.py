@@ -294,7 +294,7 @@ class Sandbox:
     async def delete(self, path: PathText) -> None:
         """A file or a whole tree. Links are removed, not followed."""
         place = path_of("path", path)
-        if posixpath.normpath(posixpath.join(WORKSPACE, place)) in ("/", WORKSPACE):
+        if place and posixpath.normpath(posixpath.join(WORKSPACE, place)) in ("/", WORKSPACE):
             raise FileFailed(place, "is where commands start; delete what is in it instead")
         await self._files.delete(self.name, place)
 

@@ -214,6 +214,8 @@ class SyncClient:
     def add_quota(self, quota: Quota) -> None:
         self._portal.wait(_soon(self._wrapped.add_quota, quota))
 
+    call = _waiting(Client.call)
+    try_call = _waiting(Client.try_call)
     image = _waiting(Client.image)
     forget = _waiting(Client.forget)
 

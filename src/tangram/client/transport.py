@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tangram.core.action import Action
+from tangram.core.messages import Event
 from tangram.managers.base import Files, Images, Output
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
@@ -55,6 +56,10 @@ class Transport(Protocol):
 
     async def discard(self, sandbox: str) -> None:
         """End a sandbox at once, outside of every queue."""
+        ...
+
+    def tell(self, event: Event) -> None:
+        """An event for the scheduler, such as a pool that joins."""
         ...
 
     def add_quota(self, quota: Quota) -> None: ...
@@ -124,6 +129,9 @@ class LocalTransport:
 
     async def discard(self, sandbox: str) -> None:
         await self.orchestrator.discard(sandbox)
+
+    def tell(self, event: Event) -> None:
+        self.orchestrator.tell(event)
 
     def add_quota(self, quota: Quota) -> None:
         self._quotas.add(quota)

@@ -8,7 +8,6 @@ stays.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import re
@@ -162,22 +161,30 @@ class Images:
                 await self._remove(image)
 
     async def remove_all(self, of_owner: Callable[[str], bool]) -> None:
-        """The newest first: an image below another one cannot be removed."""
+        """The newest first: an image below another one cannot be removed. Of those made within one second the engine
+        does not tell which is newer, so what is refused is tried again once another one has gone."""
         await self.remove_forgotten()
         query = {"filters": json.dumps({"label": [OWNER]})}
         listed = await self._engine.json("GET", "/images/json", what="list images", query=query)
+        names: list[str] = []
         for image in sorted(listed, key=lambda image: -int(image["Created"])):
-            if not of_owner((image["Labels"] or {}).get(OWNER, "")):
-                continue
-            kept = any(tag.startswith(f"{KEPT}:") for tag in image["RepoTags"] or [])
-            names = [tag for tag in _own_tags(image) if not tag.startswith(f"{KEPT}:")] if kept else [image["Id"]]
-            for name in names:
-                await self._remove(name)
+            if of_owner((image["Labels"] or {}).get(OWNER, "")):
+                kept = any(tag.startswith(f"{KEPT}:") for tag in image["RepoTags"] or [])
+                tags = [tag for tag in _own_tags(image) if not tag.startswith(f"{KEPT}:")]
+                names += tags if kept else [image["Id"]]
+        while names:
+            left = [name for name in names if not await self._remove(name)]
+            if len(left) == len(names):
+                return
+            names = left
 
-    async def _remove(self, image: str) -> None:
-        """What is in use, or below another image, stays."""
-        with contextlib.suppress(EngineRefused):
+    async def _remove(self, image: str) -> bool:
+        """False: it is in use, or below another image."""
+        try:
             await self._engine.json("DELETE", f"/images/{image}", what="remove an image", query={"force": "true"})
+        except EngineRefused:
+            return False
+        return True
 
 
 def _traits(found: Json) -> Traits:

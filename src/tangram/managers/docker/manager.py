@@ -275,23 +275,31 @@ class DockerManager:
         await to_its_end(self._create(container, cpu))
         self._by_id[container.id] = container
         await self._filing.make_directories(container)
-        path = f"/containers/{container.id}"
-        await self._engine.json("POST", f"{path}/start", what="start a container")
-        state = (await self._engine.json("GET", f"{path}/json", what="describe a container"))["State"]
+        await self._engine.json("POST", f"/containers/{container.id}/start", what="start a container")
+        container.started(await self._running(container), cpu)
+        if image.programs is None:
+            try:
+                answer = await self._programs.ask(container, PROBE_SCRIPT)
+            except ManagerError:
+                await self._running(container)  # it may have ended meanwhile, which says more
+                raise
+            container.image = self._images.learn(image, answer.stdout.decode(errors="replace").split())
+        await container.settle()
+        self._require_open()
+        container.require()
+        container.ready = True
+
+    async def _running(self, container: Container) -> int:
+        """Its first process. Raises ManagerError if it has ended."""
+        found = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
+        state = found["State"]
         if not state["Running"]:
             raise ManagerError(
                 f"the container of {container.sandbox} ended at once with exit code {state['ExitCode']}; "
                 f"expected that `{' '.join(HOLD)}` runs in its image {container.spec.image}",
                 retry=False,
             )
-        container.started(state["Pid"], cpu)
-        if image.programs is None:
-            answer = await self._programs.ask(container, PROBE_SCRIPT)
-            container.image = self._images.learn(image, answer.stdout.decode(errors="replace").split())
-        await container.settle()
-        self._require_open()
-        container.require()
-        container.ready = True
+        return int(state["Pid"])
 
     async def _create(self, container: Container, cpu: Cpu) -> None:
         """With a limit of the disk, unless the engine says that it cannot."""

@@ -1,0 +1,431 @@
+"""Functions, as their user sees them: declared by a decorator, called as actions, answered with a value or a record.
+
+Owns the declaration of a function, how it is shipped, and who shares one answer. The function itself stays what it was:
+calling it directly runs it here. Promises that a caller can tell apart what the function did from what our side did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import sys
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tangram.client.checks import Life
+from tangram.client.result import Timing
+from tangram.client.sizes import amounts, in_bytes
+from tangram.client.transport import Pending
+from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status, Usage
+from tangram.core.demand import CPU, Amounts, Demand, fixed
+from tangram.core.messages import Event, Pool, PoolChanged
+from tangram.errors import (
+    ActionCancelled,
+    ActionLost,
+    ActionTimedOut,
+    AdmissionRefused,
+    FunctionFailed,
+    InvalidAction,
+    ManagerError,
+)
+from tangram.managers.functions.recall import Recall
+from tangram.managers.functions.shipping import arguments_of, by_value, code_of, is_importable, title_of
+from tangram.managers.functions.work import (
+    INSTANCES_MAX,
+    MEMORY_BYTES_MIN,
+    NAME_CHARACTERS_MAX,
+    RETRIES_MAX,
+    Call,
+    EndpointSpec,
+    Failure,
+    FunctionSpec,
+    Post,
+    answer_of,
+    require_seconds,
+    require_whole,
+)
+from tangram.managers.work import MIB, Executed, Work
+from tangram.service.orchestrator import Settled
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RECALL_BYTES_MAX = 64 * MIB
+"""Of answers that are kept for pure functions, and as much for those called with a key."""
+FUNCTIONS_MAX = 1000
+"""Functions and endpoints of one connection. Each has a pool for as long as that lasts, so one that is made anew for
+every call is a mistake."""
+SHOWN_CHARACTERS = 2000
+"""Of what the function wrote, in an error message."""
+
+Kind = Literal["value", "error", "timed_out", "cancelled", "refused", "lost"]
+
+
+# ---- what is called ---------------------------------------------------------------------------------------------
+
+
+class Function(Generic[P, R]):
+    """A function that can be called directly, as ever, and as an action: `await t.call(score, ...)`."""
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        cpus: float,
+        memory: int | str,
+        max_instances: int,
+        idle_s: float,
+        timeout_s: float | None,
+        retries: int,
+        pure: bool,
+    ) -> None:
+        if not callable(function):
+            raise InvalidAction("function", function, "something that can be called")
+        functools.update_wrapper(self, function)
+        self.__tangram_function__ = function
+        self.cpu = amounts(cpus)
+        if self.cpu.elastic or not self.cpu.declared:
+            raise InvalidAction("cpus", cpus, "one number of cores: an instance has the same width for its whole life")
+        self.memory_bytes = in_bytes("memory", memory, least=MEMORY_BYTES_MIN)
+        self.max_instances = max_instances
+        self.idle_s = idle_s
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.pure = pure
+        require_whole("max_instances", max_instances, 1, INSTANCES_MAX)
+        require_whole("retries", retries, 0, RETRIES_MAX)
+        require_seconds("idle_s", idle_s)
+        if timeout_s is not None:
+            require_seconds("timeout_s", timeout_s)
+        if type(pure) is not bool:
+            raise InvalidAction("pure", pure, "True or False")
+        self._spec: FunctionSpec | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.__tangram_function__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<tangram.function {self.title}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_spec": None}
+
+    @property
+    def title(self) -> str:
+        return title_of(self.__tangram_function__)
+
+    def spec(self) -> FunctionSpec:
+        """How it is shipped. Made once: what a closure holds later is not seen by its instances."""
+        if self._spec is None:
+            self._spec = self._made_spec()
+        return self._spec
+
+    def _made_spec(self) -> FunctionSpec:
+        function = self.__tangram_function__
+        options: dict[str, Any] = dict(
+            cpu_units=self.cpu.max, memory_bytes=self.memory_bytes, max_instances=self.max_instances,
+            idle_s=float(self.idle_s), retries=self.retries, paths=tuple(sys.path),
+        )  # fmt: skip
+        if is_importable(function):
+            place: dict[str, Any] = dict(module=function.__module__, qualname=function.__qualname__)
+            content = code_of(function)
+        else:
+            content = by_value(function)
+            place = dict(pickled=content)
+        return FunctionSpec(name=_name(self.title, content + repr(options).encode()), **place, **options)
+
+
+def function(
+    *bare: Any,
+    cpus: float = 1,
+    memory: int | str = "512MiB",
+    max_instances: int = 8,
+    idle_s: float = 30.0,
+    timeout_s: float | None = 60.0,
+    retries: int = 2,
+    pure: bool = False,
+) -> Callable[[Callable[P, R]], Function[P, R]]:
+    """Declare a stateless function, such as a reward: `@tangram.function(cpus=1, max_instances=8)`.
+
+    It can be called directly as before. `await t.call(score, ...)` runs it in an instance of its own: up to
+    `max_instances` of them run at once, and one that was not called for `idle_s` ends. `memory` is the limit of each of
+    its processes, `timeout_s` of each call. `retries`: how often a call is repeated that our side lost. `pure`: the
+    same arguments always give the same value, so it is kept.
+    """
+    if bare:
+        raise InvalidAction("@tangram.function", bare[0], "options by name in parentheses: @tangram.function()")
+
+    def declare(function: Callable[P, R]) -> Function[P, R]:
+        return Function(
+            function, cpus=cpus, memory=memory, max_instances=max_instances, idle_s=idle_s, timeout_s=timeout_s,
+            retries=retries, pure=pure,
+        )  # fmt: skip
+
+    return declare
+
+
+def endpoint(
+    url: str,
+    *,
+    max_concurrency: int = 16,
+    timeout_s: float = 30.0,
+    retries: int = 3,
+    headers: dict[str, str] | None = None,
+) -> EndpointSpec:
+    """A function that somebody else runs: it takes JSON by POST and answers with JSON. `timeout_s` is that of one
+    attempt; `retries` are made when the endpoint cannot be reached or says that it is too busy."""
+    if not isinstance(url, str):
+        raise InvalidAction("url", url, "an address that begins with http:// or https://")
+    parts = urlsplit(url)
+    shown = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}".replace("@", "-")
+    said = msgspec.json.encode([url, max_concurrency, timeout_s, retries, sorted((headers or {}).items())])
+    return EndpointSpec(
+        name=_name(shown, said),
+        url=url,
+        max_concurrency=max_concurrency,
+        timeout_s=timeout_s,
+        retries=retries,
+        headers=headers or {},
+    )
+
+
+def _name(title: str, content: bytes) -> str:
+    """The same for the same content, and no other."""
+    return f"{title[-(NAME_CHARACTERS_MAX - 9) :]}-{hashlib.sha256(content).hexdigest()[:8]}"
+
+
+# ---- what comes of it -------------------------------------------------------------------------------------------
+
+
+class CallResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One call that has settled. `kind` says what it brought, and whose doing it was."""
+
+    function: str
+    kind: Kind
+    """`value`; `error`: the function failed, see `error`; `timed_out`; `cancelled`; `refused`: it never got in;
+    `lost`: our side failed, which says nothing of the function."""
+    value: Any = None
+    """Of kind `value` only."""
+    error: Failure | None = None
+    """Of kind `error` only: its kind, its message and its traceback."""
+    reason: str = ""
+    """Why there is no value, in one line."""
+    stdout: str = ""
+    stderr: str = ""
+    """What the call wrote, cut in the middle."""
+    action: str = ""
+    timing: Timing = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
+    usage: Usage = NO_USAGE
+    attempts: int = 0
+    recalled: bool = False
+    """Nothing ran: the value was kept from an earlier call."""
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "value"
+
+    def check(self) -> Any:
+        """The value, or the exception that says why there is none."""
+        if self.kind != "value":
+            self._raise()
+        return self.value
+
+    def _raise(self) -> NoReturn:
+        said = f"{self.function}: {self.reason}"
+        if self.error is not None:
+            more = [self.error.traceback.strip(), self.stderr.strip()[-SHOWN_CHARACTERS:]]
+            raise FunctionFailed("\n".join([said, *filter(None, more)]), self)
+        if self.kind == "timed_out":
+            raise ActionTimedOut(said, self)
+        if self.kind == "cancelled":
+            raise ActionCancelled(said, self)
+        if self.kind == "refused":
+            raise AdmissionRefused("refused", said)
+        raise ActionLost(said, self)
+
+
+_KINDS: dict[Status, Kind] = {
+    Status.TIMED_OUT: "timed_out",
+    Status.CANCELLED: "cancelled",
+    Status.REFUSED: "refused",
+    Status.LOST: "lost",
+}
+
+
+def _result(name: str, settled: Settled) -> CallResult:
+    outcome, executed = settled.outcome, settled.executed or Executed()
+    common: dict[str, Any] = dict(
+        function=name,
+        stdout=executed.stdout.decode(errors="replace"),
+        stderr=executed.stderr.decode(errors="replace"),
+        action=outcome.action,
+        timing=Timing(waiting_s=outcome.waiting_s, execution_s=outcome.execution_s, overhead_s=outcome.overhead_s),
+        usage=outcome.usage,
+        attempts=outcome.attempts,
+    )
+    if outcome.status is not Status.SUCCEEDED:
+        return CallResult(kind=_KINDS[outcome.status], reason=outcome.reason, **common)
+    return _answered(settled.answer, common)
+
+
+def _answered(answer: bytes, common: dict[str, Any]) -> CallResult:
+    try:
+        failure, value = answer_of(answer)
+    except ManagerError as error:
+        return CallResult(kind="lost", reason=str(error), **common)
+    if failure is not None:
+        return CallResult(kind="error", error=failure, reason=failure.message, **common)
+    return CallResult(kind="value", value=value, **common)
+
+
+# ---- calling ----------------------------------------------------------------------------------------------------
+
+
+class Calls(Protocol):
+    """What calling needs of a transport."""
+
+    def submit(self, action: Action, work: Work) -> Pending: ...
+
+    def tell(self, event: Event) -> None:
+        """An event for the scheduler, such as a pool that joins."""
+        ...
+
+
+class _Shared:
+    """A call under way, and how many wait for it."""
+
+    def __init__(self, pending: Pending) -> None:
+        self.pending = pending
+        self.waiting = 0
+
+
+class Functions:
+    """The calls of one connection."""
+
+    def __init__(self, transport: Calls, life: Life, prefix: str) -> None:
+        self._transport = transport
+        self._life = life
+        self._prefix = prefix
+        self._numbers = count(1)
+        self._pools: set[str] = set()
+        """Kinds that the scheduler knows."""
+        self._shared: dict[bytes, _Shared] = {}
+        self._pure, self._keyed = Recall(RECALL_BYTES_MAX), Recall(RECALL_BYTES_MAX)
+
+    async def call(self, target: Function[..., R] | EndpointSpec, /, *args: Any, **options: Any) -> R:
+        """Its value. Raises FunctionFailed if it failed, and what `CallResult.check` says for all else."""
+        value: R = (await self.try_call(target, *args, **options)).check()
+        return value
+
+    async def try_call(
+        self,
+        target: Function[..., Any] | EndpointSpec,
+        /,
+        *args: Any,
+        run: str = "default",
+        trajectory: str = "",
+        task: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        idempotency_key: str = "",
+        **kwargs: Any,
+    ) -> CallResult:
+        """What came of it, whatever that is. Arguments of the function whose names are taken here are given by
+        position; an endpoint takes its JSON as one argument as well. Two calls with one `idempotency_key` share one
+        answer."""
+        self._life.require()
+        if not isinstance(idempotency_key, str):
+            raise InvalidAction("idempotency_key", idempotency_key, "text")
+        number = f"{self._prefix}-call-{next(self._numbers)}"
+        about: dict[str, Any] = dict(
+            run=run, trajectory=trajectory, task=task, priority=priority, deadline_s=deadline_s
+        )
+        if isinstance(target, EndpointSpec):
+            body = _json(target, args, kwargs)
+            work: Work = Post(endpoint=target, body=body, key=idempotency_key or number)
+            action = Action(
+                id=number, demand=Demand({target.pool: fixed(1)}), kind="endpoint", key=target.name, **about
+            )  # fmt: skip
+            pool, key, keep = Pool(kind=target.pool, total=target.max_concurrency), b"", self._keyed
+        elif isinstance(target, Function):
+            spec, arguments = target.spec(), arguments_of(target.__tangram_function__, args, kwargs)
+            work = Call(function=spec, arguments=arguments)
+            action = _action(number, target, spec, about)
+            pool, keep = Pool(kind=spec.pool, total=spec.max_instances), self._pure if target.pure else self._keyed
+            key = _digest(spec.name, arguments) if target.pure else b""
+        else:
+            raise InvalidAction("function", target, "what @tangram.function() or tangram.endpoint() made")
+        if idempotency_key:
+            key, keep = _digest(pool.kind, idempotency_key.encode(errors="surrogatepass")), self._keyed
+        return await self._share(action, work, pool, key, keep)
+
+    async def _share(self, action: Action, work: Work, pool: Pool, key: bytes, keep: Recall) -> CallResult:
+        name = action.key
+        kept = keep.get(key) if key else None
+        if kept is not None:
+            return _answered(kept, dict(function=name, recalled=True))
+        try:
+            self._announce(pool)
+            if not key:
+                return _result(name, await self._transport.submit(action, work).settled())
+            if key not in self._shared:
+                self._shared[key] = shared = _Shared(self._transport.submit(action, work))
+                shared.pending.when_settled(lambda: self._shared.pop(key, None))
+            settled = await self._join(self._shared[key])
+        except AdmissionRefused as refused:
+            outcome = Outcome(action=action.id, status=Status.REFUSED, reason=refused.reason)
+            return _result(name, Settled(outcome=outcome))
+        result = _result(name, settled)
+        if result.kind == "value" or (result.kind == "error" and keep is self._keyed):
+            keep.keep(key, settled.answer)
+        return result
+
+    async def _join(self, shared: _Shared) -> Settled:
+        """The call is cancelled when nobody waits for it any more."""
+        shared.waiting += 1
+        try:
+            return await shared.pending.watched()
+        except asyncio.CancelledError:
+            if shared.waiting == 1:
+                shared.pending.cancel()
+                with contextlib.suppress(AdmissionRefused):
+                    await shared.pending.settled()
+            raise
+        finally:
+            shared.waiting -= 1
+
+    def _announce(self, pool: Pool) -> None:
+        """The scheduler knows the pool before an action asks for it."""
+        if pool.kind not in self._pools:
+            if len(self._pools) >= FUNCTIONS_MAX:
+                said = f"this connection has called {FUNCTIONS_MAX} functions; make one and give it arguments"
+                raise AdmissionRefused("functions_max", said)
+            self._transport.tell(PoolChanged(pool=pool))
+            self._pools.add(pool.kind)
+
+
+def _action(number: str, target: Function[..., Any], spec: FunctionSpec, about: dict[str, Any]) -> Action:
+    pools: dict[str, Amounts] = {CPU: target.cpu, spec.pool: fixed(1)}
+    return Action(
+        id=number, demand=Demand(pools), kind="function", key=target.title[-ID_LENGTH_MAX:], timeout_s=target.timeout_s,
+        idempotent=target.retries > 0, **about,
+    )  # fmt: skip
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
+def _json(target: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    if len(args) > 1 or (args and kwargs):
+        raise InvalidAction(f"arguments of {target.name}", args, "arguments by name, or one JSON value")
+    try:
+        return msgspec.json.encode(args[0] if args else kwargs)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidAction(f"arguments of {target.name}", str(error), "what can be written as JSON") from error

@@ -1,0 +1,196 @@
+"""Calls of functions, as records: what is to be called, and what came of it.
+
+Owns the records that travel between a client and the executors of this package. All are serialisable. Promises that a
+record which exists is well formed, and that what comes from an instance or an endpoint is either an Answer or refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from tangram.core.demand import CORE
+from tangram.errors import InvalidAction, ManagerError
+from tangram.managers.work import BYTES_MAX, MIB, Work
+
+FUNCTION_BYTES_MAX = 64 * MIB
+"""Of a function by value, with all that it holds."""
+ARGUMENTS_BYTES_MAX = 64 * MIB
+"""Of one call, encoded. Larger things belong in a file or a service that the function reads."""
+ANSWER_BYTES_MAX = 16 * MIB
+"""Of what a function returns, encoded."""
+MEMORY_BYTES_MIN = 32 * MIB
+"""Of an instance: with less, not even an interpreter with a few modules fits."""
+INSTANCES_MAX = 4096
+RETRIES_MAX = 100
+NAME_CHARACTERS_MAX = 150
+"""Of a function: its name is part of that of its pool, which stands in every log line."""
+
+
+class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A function and what its instances are made of. Either it is imported by its path, or it comes by value."""
+
+    name: str
+    """Unique among the functions of one manager."""
+    module: str = ""
+    qualname: str = ""
+    pickled: bytes = b""
+    """By value, as cloudpickle wrote it; empty: `module` is imported, and `qualname` is looked up there."""
+    paths: tuple[str, ...] = ()
+    """Where modules are looked for."""
+    cpu_units: int = CORE
+    """Milli-cores of a call; the width of its instances."""
+    memory_bytes: int = 512 * MIB
+    """Of each process of an instance."""
+    max_instances: int = 8
+    idle_s: float = 30.0
+    """After which an instance that is not called ends."""
+    retries: int = 2
+    """How often a call is repeated that our side lost."""
+
+    def __post_init__(self) -> None:
+        require_name("function.name", self.name)
+        if bool(self.pickled) == bool(self.module and self.qualname):
+            raise InvalidAction("function", self.name, "a module and a name in it, or the pickled function")
+        if len(self.pickled) > FUNCTION_BYTES_MAX:
+            said = f"at most {FUNCTION_BYTES_MAX} bytes when pickled; load what is large in a module"
+            raise InvalidAction(f"function {self.name}", f"{len(self.pickled)} bytes", said)
+        require_whole("cpu_units", self.cpu_units, 1, BYTES_MAX)
+        require_whole("memory", self.memory_bytes, MEMORY_BYTES_MIN, BYTES_MAX)
+        require_whole("max_instances", self.max_instances, 1, INSTANCES_MAX)
+        require_whole("retries", self.retries, 0, RETRIES_MAX)
+        require_seconds("idle_s", self.idle_s)
+
+    @property
+    def pool(self) -> str:
+        """The kind of the pool that counts its instances."""
+        return f"function/{self.name}"
+
+
+class Call(Work, frozen=True, kw_only=True):
+    """Call a function in an instance of it."""
+
+    function: FunctionSpec
+    arguments: bytes
+    """A pickled pair: positional ones, and those by name."""
+
+    def __post_init__(self) -> None:
+        if len(self.arguments) > ARGUMENTS_BYTES_MAX:
+            raise InvalidAction(
+                f"arguments of {self.function.name}",
+                f"{len(self.arguments)} bytes",
+                f"at most {ARGUMENTS_BYTES_MAX} bytes when pickled; pass the name of a file instead",
+            )
+
+
+class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that somebody else runs, behind an address."""
+
+    name: str
+    url: str
+    max_concurrency: int = 16
+    timeout_s: float = 30.0
+    """Of one attempt."""
+    retries: int = 3
+    headers: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        require_name("endpoint.name", self.name)
+        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
+            raise InvalidAction("url", self.url, "an address that begins with http:// or https://")
+        require_whole("max_concurrency", self.max_concurrency, 1, INSTANCES_MAX)
+        require_whole("retries", self.retries, 0, RETRIES_MAX)
+        require_seconds("timeout_s", self.timeout_s)
+        if not isinstance(self.headers, dict) or not all(map(_are_texts, self.headers.items())):
+            raise InvalidAction("headers", self.headers, "texts by name")
+
+    @property
+    def pool(self) -> str:
+        """The kind of the pool that counts the calls that are under way."""
+        return f"endpoint/{self.name}"
+
+
+class Post(Work, frozen=True, kw_only=True):
+    """Call an HTTP function endpoint."""
+
+    endpoint: EndpointSpec
+    body: bytes
+    """JSON."""
+    key: str
+    """The same for every attempt: an endpoint that knows it does nothing twice."""
+
+    def __post_init__(self) -> None:
+        if len(self.body) > ARGUMENTS_BYTES_MAX:
+            raise InvalidAction(
+                f"arguments of {self.endpoint.name}", f"{len(self.body)} bytes", f"at most {ARGUMENTS_BYTES_MAX} bytes"
+            )
+
+
+def require_name(field: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= NAME_CHARACTERS_MAX or not value.isprintable():
+        raise InvalidAction(field, value, f"1 to {NAME_CHARACTERS_MAX} printable characters")
+    if "@" in value:
+        raise InvalidAction(field, value, "a name without '@'")
+
+
+def require_whole(field: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidAction(field, value, f"a whole number from {least} to {most}")
+
+
+def _are_texts(pair: tuple[object, object]) -> bool:
+    return all(isinstance(word, str) for word in pair)
+
+
+def require_seconds(field: str, value: object) -> None:
+    if not (type(value) is int or type(value) is float) or not 0.0 < value < math.inf:
+        raise InvalidAction(field, value, "a positive, finite number of seconds")
+
+
+# ---- what comes of it -------------------------------------------------------------------------------------------
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a function brought no value. It is the function's own doing, not ours."""
+
+    kind: str
+    """`raised`, `import` (its module cannot be imported), `arguments` (they cannot be read), `unserialisable` (what it
+    returned), `memory` (its limit was reached), `exited` (it ended its process), or `answer` (an endpoint said no, or
+    what cannot be read)."""
+    message: str
+    """One line."""
+    traceback: str = ""
+    """Where it raised, as Python prints it; of an endpoint, what it said."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a function said: a value, or why there is none."""
+
+    failure: Failure | None = None
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """msgpack."""
+
+
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Answer).decode
+_value = msgspec.msgpack.Decoder().decode
+
+
+def failed(kind: str, message: str, traceback: str = "") -> bytes:
+    """The answer of a function that failed."""
+    return _encode(Answer(failure=Failure(kind=kind, message=message, traceback=traceback)))
+
+
+def returned(value: bytes) -> bytes:
+    """The answer of a function whose value is this msgpack."""
+    return _encode(Answer(value=msgspec.Raw(value)))
+
+
+def answer_of(data: bytes) -> tuple[Failure | None, Any]:
+    """The failure or the value. Raises ManagerError for what is no answer."""
+    try:
+        answer = _decode(data)
+        return answer.failure, (None if answer.failure is not None else _value(answer.value))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ManagerError(f"the answer cannot be read: {error}") from error
