@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tangram.clock import VirtualLoop
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE, Demand, cores
 from tangram.core.messages import Grant, Share
@@ -15,25 +16,6 @@ from tangram.errors import ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager, Script
 from tangram.managers.work import Close, Ended, Exec, Executed, Open, SandboxSpec, Work
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time passes only when nothing else is to be done, and then at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now_s = 0.0
-        select = self._selector.select  # type: ignore[attr-defined]
-
-        def jump(timeout: float | None) -> Any:
-            if timeout:
-                self._now_s += timeout
-            return select(0)
-
-        self._selector.select = jump  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self._now_s
 
 
 def on_virtual_time(scenario: Coroutine[Any, Any, None]) -> None:
@@ -75,7 +57,7 @@ def test_without_a_script_a_command_takes_as_long_as_it_sleeps_and_says_what_it_
         began = now()
         ended = await (await start(manager, Exec(command="sleep 30; echo done > f && sleep 0.5\ncat f; exit 2"))).wait()
         assert now() - began == pytest.approx(30.5)
-        assert ended.executed == Executed(exit_code=2, stdout=b"done\n", stdout_bytes=5)
+        assert ended.executed == Executed(exit_code=2, stdout=b"done\n", stdout_bytes=5, cpus=1)
         assert await manager.read("box", "f", bytes_max=10) == b"done\n"
 
     on_virtual_time(scenario())
