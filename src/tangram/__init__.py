@@ -2,6 +2,7 @@
 
 from tangram.client.client import Client, connect
 from tangram.client.functions import CallResult, endpoint, function
+from tangram.client.models import Inference
 from tangram.client.result import Result
 from tangram.client.sandbox import Image, Sandbox
 from tangram.client.sync import connect_sync
@@ -13,6 +14,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import Amdahl, PowerLaw, Table
 from tangram.errors import TangramError
+from tangram.managers.models import Emulated, Service
 from tangram.managers.quota import Quota, Rate
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "CallResult",
     "Client",
     "Demand",
+    "Emulated",
     "Image",
+    "Inference",
     "Limits",
     "Outcome",
     "Pool",
@@ -32,6 +36,7 @@ __all__ = [
     "Result",
     "Sandbox",
     "Scheduler",
+    "Service",
     "Status",
     "Table",
     "TangramError",

@@ -23,6 +23,7 @@ BENCHES = {
     "exec": "what an action costs beside its program: opening, executing, keeping a sandbox open",
     "functions": "what a call of a function costs, how fast it scales from nothing, and what scaling saves",
     "cpu": "whether an action gets the CPU that it was granted, no less and no more",
+    "services": "six model services on two emulated devices against a device for each",
     "quota": "a burst of calls to an API that enforces its quota: shared by action, and uncontrolled",
     "scheduler-cost": "microseconds and bytes that the scheduler itself takes, with up to a million actions waiting",
 }

@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 from tangram.client.api import RETRIES, TIMEOUT_S, Api
 from tangram.client.checks import Life, PathText, commands_of, path_of, require_cores, require_limits, variables_of
 from tangram.client.functions import CallResult, Function, Functions
+from tangram.client.models import Inference, demand_of, inference_of, payload_of
 from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.sizes import in_bytes
@@ -29,15 +30,17 @@ from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Pool
+from tangram.core.messages import Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidAction, InvalidConfig
-from tangram.managers.base import Manager
+from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import Call, EndpointManager, EndpointSpec, FunctionManager, Post
 from tangram.managers.http import Http
+from tangram.managers.models import Infer, ModelManager, Service, discover
+from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quota import Quota, QuotaManager
-from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec
+from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec, Work
 from tangram.service.orchestrator import Decider, Orchestrator
 
 T = TypeVar("T")
@@ -183,6 +186,38 @@ class Client:
         self._life.require()
         await self._transport.images.forget_image(_name("image", image))
 
+    # ---- model services ----
+
+    async def infer(
+        self,
+        service: str,
+        payload: Any,
+        *,
+        devices: int | None = None,
+        run: str = "default",
+        trajectory: str = "",
+        task: str = "",
+        key: str = "",
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        idempotent: bool = True,
+    ) -> Inference:
+        """Call a model service, as one action on devices: `(await t.infer("judge", {"text": "..."})).json()`.
+
+        A payload that is neither bytes nor text goes as JSON. `devices`: how many, where the service runs on several
+        numbers of them; None: whatever ends soonest. `idempotent`: a call that our side lost may be made again.
+        """
+        self._life.require()
+        demand = demand_of(self._transport.service(service), devices)
+        action = Action(
+            id=f"{self._prefix}-{next(self._numbers)}", demand=demand, run=run, trajectory=trajectory, task=task,
+            kind="infer", key=key, service=service, timeout_s=timeout_s, deadline_s=deadline_s, priority=priority,
+            idempotent=idempotent,
+        )  # fmt: skip
+        settled = await self._transport.submit(action, Infer(payload=payload_of(payload))).settled()
+        return inference_of(service, settled)
+
     # ---- functions ----
 
     async def call(self, target: Function[..., T] | EndpointSpec, /, *args: Any, **options: Any) -> T:
@@ -322,6 +357,8 @@ def connect(
     policy_name: str = "adaptive",
     limits: Limits | None = None,
     quotas: Iterable[Quota] = (),
+    services: Iterable[Service] = (),
+    devices: Iterable[DeviceSpec] = (),
     record: PathText = "",
     state: PathText = "",
     warm: int = 0,
@@ -332,8 +369,9 @@ def connect(
     Without an address an orchestrator starts inside this process: it owns the sandboxes, and they end with it.
     `backend`: "sandbox" (real isolation, needs root), "docker" (through an engine), or "process", which isolates
     nothing. `cores` and `memory`: what all sandboxes may use together; all of this machine if not given. `quotas`: what
-    APIs allow. `record`: a file for the trace, which `tangram sim` and `tangram trace` read. `warm`: sandboxes that are
-    made ahead, each like the last one that was opened. `decider`: another one than the scheduler.
+    APIs allow. `services`: models to be called, on `devices`, or else on the CUDA devices of this machine. `record`: a
+    file for the trace, which `tangram sim` and `tangram trace` read. `warm`: sandboxes that are made ahead, each like
+    the last one that was opened. `decider`: another one than the scheduler.
     """
     if url:
         raise InvalidConfig("url", url, "nothing: a service on another machine comes with `tangram serve`")
@@ -343,7 +381,8 @@ def connect(
     folder = path_of("state", state, InvalidConfig)
     manager = _manager(backend, cores, memory_bytes, Path(folder) if folder else None, warm)
     held = QuotaManager(_quotas(quotas), lambda event: orchestrator.tell(event))
-    pools = (*manager.pools(), *held.pools())
+    models = _models(services, devices, manager.pools()[0].node, lambda event: orchestrator.tell(event))
+    pools = (*manager.pools(), *held.pools(), *(models.pools() if models is not None else ()))
     limits = limits or Limits()
     chosen = decider or Scheduler(policy(policy_name), pools, limits=limits)
     stack = ExitStack()
@@ -355,16 +394,28 @@ def connect(
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))
         observer = stack.enter_context(recording(file, policy=policy_name, pools=pools, limits=limits, note=backend))
-    orchestrator = Orchestrator(
-        chosen,
-        {_node(pools): manager},
-        {Hold: held, Call: FunctionManager(), Post: EndpointManager()},
-        observer=observer,
-    )
-    client = Client(LocalTransport(orchestrator, held))
+    executors: dict[type[Work], Executor] = {Hold: held, Call: FunctionManager(), Post: EndpointManager()}
+    if models is not None:
+        executors[Infer] = models
+    orchestrator = Orchestrator(chosen, {_node(pools): manager}, executors, observer=observer)
+    client = Client(LocalTransport(orchestrator, held, models))
     client._stack = stack
     client._warm = warm
     return client
+
+
+def _models(
+    services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, tell: Callable[[Event], None]
+) -> ModelManager | None:
+    found, chosen = list(services), list(devices)
+    if not found and not chosen:
+        return None
+    if not all(isinstance(service, Service) for service in found):
+        raise InvalidConfig("services", found, "tangram.Service, such as Service(name='judge', engine=...)")
+    chosen = chosen or list(discover())
+    if not chosen:
+        raise InvalidConfig("devices", chosen, "devices such as tangram.Emulated(...): this machine has none of CUDA")
+    return ModelManager(found, chosen, tell, node=node)
 
 
 def _quotas(quotas: Iterable[Quota]) -> list[Quota]:

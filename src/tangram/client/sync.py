@@ -214,6 +214,7 @@ class SyncClient:
     def add_quota(self, quota: Quota) -> None:
         self._portal.wait(_soon(self._wrapped.add_quota, quota))
 
+    infer = _waiting(Client.infer)
     call = _waiting(Client.call)
     try_call = _waiting(Client.try_call)
     image = _waiting(Client.image)

@@ -14,7 +14,9 @@ from typing import Protocol, Self
 
 from tangram.core.action import Action
 from tangram.core.messages import Event
+from tangram.errors import InvalidAction
 from tangram.managers.base import Files, Images, Output
+from tangram.managers.models import ModelManager, Service
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
 from tangram.managers.work import Work
@@ -68,6 +70,10 @@ class Transport(Protocol):
         """Raises InvalidAction if there is none."""
         ...
 
+    def service(self, name: str) -> Service:
+        """Raises InvalidAction if there is none."""
+        ...
+
     def let_go(self, action: str, spent: dict[str, int] | None) -> None:
         """The caller is done with what it holds."""
         ...
@@ -111,9 +117,10 @@ class LocalPending:
 
 
 class LocalTransport:
-    def __init__(self, orchestrator: Orchestrator, quotas: QuotaManager) -> None:
+    def __init__(self, orchestrator: Orchestrator, quotas: QuotaManager, models: ModelManager | None = None) -> None:
         self.orchestrator = orchestrator
         self._quotas = quotas
+        self._models = models
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
@@ -138,6 +145,11 @@ class LocalTransport:
 
     def quota(self, name: str) -> Quota:
         return self._quotas.get(name)
+
+    def service(self, name: str) -> Service:
+        if self._models is None:
+            raise InvalidAction("service", name, "none: this connection has no services, see connect(services=...)")
+        return self._models.service(name)
 
     def let_go(self, action: str, spent: dict[str, int] | None) -> None:
         self._quotas.let_go(action, spent)

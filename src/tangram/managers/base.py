@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self, runtime_checkable
 
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
@@ -111,6 +111,15 @@ class Executor(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End everything and leave nothing behind."""
+        ...
+
+
+@runtime_checkable
+class Restoring(Protocol):
+    """An executor whose services are loaded ahead of their next action."""
+
+    async def restore(self, service: str, devices: tuple[int, ...]) -> None:
+        """What is in use by now is left alone. Raises ManagerError."""
         ...
 
 

@@ -44,7 +44,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, Lease, Manager, Output
+from tangram.managers.base import Executor, Lease, Manager, Output, Restoring
 from tangram.managers.work import Close, Ended, Executed, Work
 
 LOOK_FIRST_S = 0.25
@@ -324,7 +324,16 @@ class Orchestrator:
             self._on_settle(Settle(outcome=outcome))
 
     def _on_restore(self, effect: Restore) -> None:
-        raise InvariantError(f"service {effect.service} is to be restored, and no manager here has devices")
+        for executor in self._executors.values():
+            if isinstance(executor, Restoring):
+                self._tasks.create_task(self._restore(executor, effect))
+                return
+        raise InvariantError(f"service {effect.service} is to be restored, and no executor here has devices")
+
+    async def _restore(self, executor: Restoring, effect: Restore) -> None:
+        """Ahead of an action, which will hear of it if it cannot be loaded."""
+        with contextlib.suppress(ManagerError):
+            await executor.restore(effect.service, effect.devices)
 
     # ---- carrying out ----
 

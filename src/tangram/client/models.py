@@ -1,0 +1,91 @@
+"""Calls of model services, as their user sees them: a payload in, an answer out, as one action on devices.
+
+Owns the record of what came of a call. What the bytes mean is between the caller and the engine of the service.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import msgspec
+
+from tangram.client.result import Timing
+from tangram.core.action import NO_USAGE, Status, Usage
+from tangram.core.demand import GPU, Demand, fixed, one_of
+from tangram.errors import ActionCancelled, ActionLost, ActionTimedOut, AdmissionRefused, InvalidAction, ManagerError
+from tangram.managers.models.service import Service
+from tangram.service.orchestrator import Settled
+
+
+class Inference(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a service that has settled."""
+
+    service: str
+    status: Status
+    reason: str = ""
+    """Why there is no answer."""
+    answer: bytes = b""
+    timing: Timing = Timing(waiting_s=0.0, execution_s=0.0, overhead_s=0.0)
+    """`overhead_s` is the restore, where the service was not on its devices."""
+    usage: Usage = NO_USAGE
+    attempts: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.status is Status.SUCCEEDED
+
+    def check(self) -> bytes:
+        """The answer, or the exception that says why there is none."""
+        if not self.ok:
+            self._raise()
+        return self.answer
+
+    def json(self) -> Any:
+        """The answer, read as JSON. Raises as `check` does."""
+        try:
+            return msgspec.json.decode(self.check())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ManagerError(f"the answer of {self.service} is no JSON: {error}", retry=False) from None
+
+    def _raise(self) -> NoReturn:
+        said = f"service {self.service}: {self.reason}"
+        if self.status is Status.TIMED_OUT:
+            raise ActionTimedOut(said, self)
+        if self.status is Status.CANCELLED:
+            raise ActionCancelled(said, self)
+        if self.status is Status.REFUSED:
+            raise AdmissionRefused("refused", said)
+        raise ActionLost(said, self)
+
+
+def inference_of(service: str, settled: Settled) -> Inference:
+    outcome = settled.outcome
+    return Inference(
+        service=service,
+        status=outcome.status,
+        reason=outcome.reason,
+        answer=settled.answer if outcome.status is Status.SUCCEEDED else b"",
+        timing=Timing(waiting_s=outcome.waiting_s, execution_s=outcome.execution_s, overhead_s=outcome.overhead_s),
+        usage=outcome.usage,
+        attempts=outcome.attempts,
+    )
+
+
+def demand_of(service: Service, devices: int | None) -> Demand:
+    """Any of the degrees that the service has, or the one that the caller wants."""
+    if devices is None:
+        return Demand({GPU: one_of(*service.degrees)})
+    if devices not in service.degrees:
+        degrees = ", ".join(map(str, service.degrees))
+        raise InvalidAction("devices", devices, f"one of {degrees}, which service {service.name} runs on")
+    return Demand({GPU: fixed(devices)})
+
+
+def payload_of(payload: Any) -> bytes:
+    """Bytes as they are, text as UTF-8, all else as JSON."""
+    if isinstance(payload, bytes | bytearray | memoryview):
+        return bytes(payload)
+    try:
+        return payload.encode() if isinstance(payload, str) else msgspec.json.encode(payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidAction("payload", type(payload).__name__, f"bytes, text or JSON ({error})") from None

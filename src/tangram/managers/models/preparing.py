@@ -1,0 +1,62 @@
+"""Preparing: the weights of every service are read or made once, and laid down in host memory.
+
+Owns nothing for long. It happens in a process of its own, which ends afterwards with whatever that took, so neither the
+process of the manager nor those of devices hold a second copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tangram.errors import InvalidConfig, ManagerError
+from tangram.managers.models import hostcopy
+from tangram.managers.models.process import DeviceProcess
+from tangram.managers.models.service import Service
+from tangram.managers.models.wire import Known, Prepare
+from tangram.managers.process_tree import Census
+
+PREPARE_S_MAX = 3600.0
+"""Of one service: weights are read from a disk, perhaps a slow one."""
+
+
+class Prepared(NamedTuple):
+    known: Known
+    need_by_degree: dict[int, int]
+    """Bytes on each device."""
+    batch_max: int
+
+
+async def prepare(services: Sequence[Service], copies: Mapping[str, int], census: Census) -> list[Prepared]:
+    """`copies`: the descriptor of an empty host copy for each service, by name; they are sealed. Raises
+    ManagerError."""
+    process = DeviceProcess("the process that prepares services", census, lambda _: None)
+    await process.start(None, list(copies.values()))
+    try:
+        found = [await _prepare(process, service, copies[service.name]) for service in services]
+    finally:
+        await process.end("it has prepared the services")
+    for copy_fd in copies.values():
+        hostcopy.seal(copy_fd)
+    return found
+
+
+async def _prepare(process: DeviceProcess, service: Service, copy_fd: int) -> Prepared:
+    engine = service.pickled()
+    request = Prepare(id=process.next_id(), engine=engine, copy_fd=copy_fd, degrees=service.degrees)
+    try:
+        async with asyncio.timeout(PREPARE_S_MAX):
+            done = await process.ask(request)
+    except TimeoutError:
+        raise ManagerError(f"service {service.name} was not ready after {PREPARE_S_MAX:.0f} s", retry=False) from None
+    except ManagerError as error:
+        raise ManagerError(f"service {service.name} cannot be prepared: {error}", retry=False) from error
+    assert done.layout is not None
+    taken, asked = done.layout.total_bytes, service.memory_bytes
+    if asked and asked < taken:
+        raise InvalidConfig(f"service {service.name} memory_bytes", asked, f"at least {taken}, which its weights take")
+    spare = max(0, asked - taken)
+    need_by_degree = {degree: need + -(-spare // degree) for degree, need in done.needs.items()}
+    known = Known(service=service.name, engine=engine, copy_fd=copy_fd, layout=done.layout)
+    return Prepared(known, need_by_degree, done.batch_max)

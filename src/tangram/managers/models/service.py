@@ -1,0 +1,100 @@
+"""Services: what a model service is called, which engine runs it, on how many devices, and what it needs there.
+
+Owns the record and its checks against devices. Never loads anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tangram.core.action import ID_LENGTH_MAX
+from tangram.errors import InvalidConfig
+from tangram.managers.models.engine import Engine
+
+LOAD_S_MAX = 600.0
+"""To have a service on its devices. A copy takes seconds; a server that is started for the first time takes minutes."""
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that actions call by its name."""
+
+    name: str
+    engine: Any
+    """An Engine that can be pickled; or where the processes of the devices import one from: `module:name`, which is an
+    Engine or makes one of `arguments`. Then this process never imports it."""
+    arguments: dict[str, Any] = {}
+    degrees: tuple[int, ...] = (1,)
+    """Numbers of devices it can run on. On each it is loaded separately."""
+    memory_bytes: int = 0
+    """On all of its devices together: weights, and room to work in. 0: as large as its weights."""
+    load_s_max: float = LOAD_S_MAX
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not isinstance(name, str) or not name or len(name) > ID_LENGTH_MAX or not name.isprintable():
+            raise InvalidConfig("service.name", name, f"1 to {ID_LENGTH_MAX} printable characters")
+        where = f"service {name}"
+        if not isinstance(self.arguments, dict):
+            raise InvalidConfig(f"{where} arguments", self.arguments, "values by name")
+        if isinstance(self.engine, str):
+            module, _, attribute = self.engine.partition(":")
+            if not module or not attribute:
+                raise InvalidConfig(f"{where} engine", self.engine, "an engine, or 'module:name' of one")
+        elif self.arguments:
+            raise InvalidConfig(f"{where} arguments", self.arguments, "none: the engine is already made")
+        if not isinstance(self.degrees, tuple) or not self.degrees or list(self.degrees) != sorted(set(self.degrees)):
+            raise InvalidConfig(f"{where} degrees", self.degrees, "increasing numbers of devices, such as (1, 2, 4)")
+        for degree in self.degrees:
+            if type(degree) is not int or degree < 1 or degree & (degree - 1):
+                raise InvalidConfig(f"{where} degrees", self.degrees, "powers of two: devices come in such chunks")
+        if type(self.memory_bytes) is not int or self.memory_bytes < 0:
+            raise InvalidConfig(f"{where} memory_bytes", self.memory_bytes, "a whole number of bytes, at least 0")
+        if type(self.load_s_max) not in (float, int) or not 0.0 < self.load_s_max < math.inf:
+            raise InvalidConfig(f"{where} load_s_max", self.load_s_max, "a positive, finite number of seconds")
+
+    def pickled(self) -> bytes:
+        """What the processes of the devices make the engine of."""
+        made_of = (self.engine, self.arguments) if isinstance(self.engine, str) else (self.engine, None)
+        try:
+            return pickle.dumps(made_of)
+        except Exception as error:
+            raise InvalidConfig(
+                f"service {self.name} engine", self.engine, f"an engine that can be pickled ({error}), or 'module:name'"
+            ) from error
+
+    def require_room(self, need_by_degree: dict[int, int], memory_bytes: Sequence[int]) -> None:
+        """Raises InvalidConfig unless the service fits at each of its degrees. `need_by_degree`: bytes per device."""
+        for degree, need in need_by_degree.items():
+            if degree > len(memory_bytes):
+                raise InvalidConfig(
+                    f"service {self.name} degrees", degree, f"at most {len(memory_bytes)}: so many devices are there"
+                )
+            starts = range(0, len(memory_bytes) - degree + 1, degree)
+            smallest = min(min(memory_bytes[start : start + degree]) for start in starts)
+            if need > smallest:
+                raise InvalidConfig(
+                    f"service {self.name} at degree {degree}",
+                    f"{need} bytes on each device",
+                    f"at most {smallest} bytes, the memory of the smallest device it may be given; "
+                    "leave that degree out, or ask for less",
+                )
+
+
+def engine_of(pickled: bytes) -> Engine:
+    """In a process of a device: the engine itself."""
+    engine, arguments = pickle.loads(pickled)
+    if isinstance(engine, str):
+        module, _, attribute = engine.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+        engine = found if not isinstance(found, type) and isinstance(found, Engine) else found(**arguments)
+    if not isinstance(engine, Engine):
+        raise TypeError(f"expected an Engine, got {type(engine).__name__}")
+    return engine

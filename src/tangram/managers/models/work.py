@@ -1,0 +1,26 @@
+"""The work of a model service: one payload in, one answer out.
+
+Owns the record. What the bytes mean is between the caller and the engine of the service.
+"""
+
+from __future__ import annotations
+
+from tangram.errors import InvalidAction
+from tangram.managers.work import MIB, Work
+
+PAYLOAD_BYTES_MAX = 256 * MIB
+"""Of one payload and of one answer: both cross a socket whole. Larger things are named by a path, not sent."""
+
+
+class Infer(Work, frozen=True, kw_only=True):
+    """Call the service that the action names. The answer is in `Ended.answer`."""
+
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.payload, bytes):
+            raise InvalidAction(
+                "payload", type(self.payload).__name__, "bytes, as the engine of the service takes them"
+            )
+        if len(self.payload) > PAYLOAD_BYTES_MAX:
+            raise InvalidAction("payload", f"{len(self.payload)} bytes", f"at most {PAYLOAD_BYTES_MAX} bytes")

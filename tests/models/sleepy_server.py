@@ -1,0 +1,79 @@
+"""A server that keeps the contract of sleep mode: `python sleepy_server.py PORT LOG`. It writes down what it is asked.
+
+Prompts: `crash` ends it, `wait` is never answered, `wrong` is the fault of the caller, `broken` that of the server,
+`lazy` makes it refuse to sleep from then on. Called while it sleeps, it fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from aiohttp import web
+
+PORT, LOG = int(sys.argv[1]), sys.argv[2]
+state = {"sleeping": False, "lazy": False, "together": 0, "most": 0}
+
+
+def note(word: str) -> None:
+    with open(LOG, "a", encoding="utf-8") as file:
+        file.write(f"{word}\n")
+
+
+async def health(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def is_sleeping(request: web.Request) -> web.Response:
+    return web.json_response({"is_sleeping": state["sleeping"]})
+
+
+async def sleep(request: web.Request) -> web.Response:
+    if state["lazy"]:
+        return web.Response(status=500, text="no")
+    note(f"sleep {request.query['level']}")
+    state["sleeping"] = True
+    return web.Response()
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    note("wake_up")
+    state["sleeping"] = False
+    return web.Response()
+
+
+async def completions(request: web.Request) -> web.Response:
+    prompt = (await request.json())["prompt"]
+    if state["sleeping"]:
+        return web.Response(status=500, text="asleep")
+    if prompt == "crash":
+        os._exit(3)
+    if prompt == "wrong":
+        return web.Response(status=400, text="no such parameter")
+    if prompt == "broken":
+        return web.Response(status=500, text="out of luck")
+    state["lazy"] = state["lazy"] or prompt == "lazy"
+    state["together"] += 1
+    state["most"] = max(state["most"], state["together"])
+    try:
+        if prompt == "wait":
+            note("waiting")
+            await asyncio.sleep(3600)
+        while prompt.startswith("pair") and state["most"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    except asyncio.CancelledError:
+        note("hung up")
+        raise
+    finally:
+        state["together"] -= 1
+    said = {"text": prompt.upper(), "pid": os.getpid(), "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    return web.json_response(said)
+
+
+if __name__ == "__main__":
+    note(f"start {os.getpid()}")
+    app = web.Application()
+    app.add_routes([web.get("/health", health), web.get("/is_sleeping", is_sleeping)])
+    app.add_routes([web.post("/sleep", sleep), web.post("/wake_up", wake_up), web.post("/v1/completions", completions)])
+    web.run_app(app, host="127.0.0.1", port=PORT, print=None, handler_cancellation=True)
