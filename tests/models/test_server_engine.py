@@ -152,6 +152,11 @@ def test_the_server_of_a_process_that_is_killed_ends_with_it(log: Log) -> None:
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_server_that_runs_elsewhere_is_woken_and_put_to_sleep_and_outlives_us(log: Log) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -167,6 +172,7 @@ def test_a_server_that_runs_elsewhere_is_woken_and_put_to_sleep_and_outlives_us(
     elsewhere = Service(name="judge", engine=engine, memory_bytes=MEMORY)
     with subprocess.Popen([sys.executable, str(PROGRAM), str(port), str(log.path)]) as process:
         try:
+            asyncio.run(until(lambda: answers(port)))
             run(Rig([elsewhere, service("other", 2)], devices(1, memory_bytes=MEMORY)), test)
             assert process.poll() is None
         finally:
