@@ -14,6 +14,7 @@ from aiohttp import web
 from tangram import Client, Quota, Rate, Status, connect, connect_sync
 from tangram.bench.quota_server import BUCKET, FIXED, Gate, ServerProcess
 from tangram.client import api as api_module
+from tangram.client import transport as transport_module
 from tangram.client.api import Answer, Api
 from tangram.errors import ActionLost, AdmissionRefused, InvalidAction, InvalidConfig, ManagerError, TangramError
 
@@ -314,6 +315,19 @@ def test_a_gate_counts_as_it_says() -> None:
     assert [fixed.enter(at) for at in (8.0, 9.0, 9.5, 10.0, 10.0, 10.0)] == [0.0, 0.0, 0.5, 0.0, 0.0, 10.0]
     bucket = Gate(2, 10.0, BUCKET, 0.0)
     assert [bucket.enter(at) for at in (0.0, 0.0, 2.5, 5.0, 8.75)] == [0.0, 0.0, 2.5, 0.0, 1.25]
+
+
+def test_a_clock_of_the_calendar_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = iter([0.0, 4e9, 1e9, 2e9] * 100)
+    monkeypatch.setattr(transport_module.time, "time", lambda: next(jumps))
+
+    async def test(t: Client) -> None:
+        async with ServerProcess(60, 0.6, bucket=False) as server:
+            api = t.api("search", server.url, retries=0)
+            await t.gather(*(api.get("call") for _ in range(120)))
+            assert (await server.served()).rejected == 0
+
+    play(tmp_path, test, Quota("search", requests=Rate(60, 0.6)))
 
 
 def test_the_same_without_await(tmp_path: Path) -> None:

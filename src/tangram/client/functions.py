@@ -19,16 +19,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tangram.client.checks import Life
-from tangram.client.result import Timing
+from tangram.client.result import Timing, raise_for
 from tangram.client.sizes import amounts, in_bytes
 from tangram.client.transport import Pending
 from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, Amounts, Demand, fixed
 from tangram.core.messages import Event, Pool, PoolChanged
 from tangram.errors import (
-    ActionCancelled,
-    ActionLost,
-    ActionTimedOut,
     AdmissionRefused,
     FunctionFailed,
     InvalidAction,
@@ -241,13 +238,7 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
         if self.error is not None:
             more = [self.error.traceback.strip(), self.stderr.strip()[-SHOWN_CHARACTERS:]]
             raise FunctionFailed("\n".join([said, *filter(None, more)]), self)
-        if self.kind == "timed_out":
-            raise ActionTimedOut(said, self)
-        if self.kind == "cancelled":
-            raise ActionCancelled(said, self)
-        if self.kind == "refused":
-            raise AdmissionRefused("refused", said)
-        raise ActionLost(said, self)
+        raise_for(Status(self.kind), said, self)
 
 
 _KINDS: dict[Status, Kind] = {

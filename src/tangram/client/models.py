@@ -5,14 +5,14 @@ Owns the record of what came of a call. What the bytes mean is between the calle
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from tangram.client.result import Timing
+from tangram.client.result import Timing, raise_for
 from tangram.core.action import NO_USAGE, Status, Usage
 from tangram.core.demand import GPU, Demand, fixed, one_of
-from tangram.errors import ActionCancelled, ActionLost, ActionTimedOut, AdmissionRefused, InvalidAction, ManagerError
+from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.models.service import Service
 from tangram.service.orchestrator import Settled
 
@@ -37,7 +37,7 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> bytes:
         """The answer, or the exception that says why there is none."""
         if not self.ok:
-            self._raise()
+            raise_for(self.status, f"service {self.service}: {self.reason}", self)
         return self.answer
 
     def json(self) -> Any:
@@ -46,16 +46,6 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(self.check())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ManagerError(f"the answer of {self.service} is no JSON: {error}", retry=False) from None
-
-    def _raise(self) -> NoReturn:
-        said = f"service {self.service}: {self.reason}"
-        if self.status is Status.TIMED_OUT:
-            raise ActionTimedOut(said, self)
-        if self.status is Status.CANCELLED:
-            raise ActionCancelled(said, self)
-        if self.status is Status.REFUSED:
-            raise AdmissionRefused("refused", said)
-        raise ActionLost(said, self)
 
 
 def inference_of(service: str, settled: Settled) -> Inference:

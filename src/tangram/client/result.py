@@ -6,6 +6,8 @@ status. `check()` turns them into exceptions for those who prefer that.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import msgspec
 
 from tangram.core.action import Outcome, Status, Usage
@@ -72,19 +74,24 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> Result:
         """Itself, if it is ok; else the exception that says what it was."""
-        if self.status is Status.TIMED_OUT:
-            raise ActionTimedOut(f"{self.command!r}: {self.reason}", self)
-        if self.status is Status.CANCELLED:
-            raise ActionCancelled(f"{self.command!r}: {self.reason}", self)
-        if self.status is Status.REFUSED:
-            raise AdmissionRefused("refused", f"{self.command!r}: {self.reason}")
-        if self.status is Status.LOST:
-            raise ActionLost(f"{self.command!r}: {self.reason}", self)
+        if self.status is not Status.SUCCEEDED:
+            raise_for(self.status, f"{self.command!r}: {self.reason}", self)
         if self.exit_code != 0:
             memory = " (out of memory)" if self.out_of_memory else ""
             shown = (self.stderr or self.stdout).strip()[-SHOWN_CHARACTERS:]
             raise CommandFailed(f"{self.command!r} ended with {self.exit_code}{memory}: {shown}", self)
         return self
+
+
+def raise_for(status: Status, said: str, record: object) -> NoReturn:
+    """The exception for an action that did not succeed; `record` is what the caller would have got instead."""
+    if status is Status.TIMED_OUT:
+        raise ActionTimedOut(said, record)
+    if status is Status.CANCELLED:
+        raise ActionCancelled(said, record)
+    if status is Status.REFUSED:
+        raise AdmissionRefused("refused", said)
+    raise ActionLost(said, record)
 
 
 def result_of(command: str, outcome: Outcome, executed: Executed | None) -> Result:
