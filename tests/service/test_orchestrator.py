@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tangram.core.action import Action, Status, Usage
-from tangram.core.demand import CPU, Demand, cores, learned
+from tangram.core.demand import CPU, Demand, cores, fixed, learned
 from tangram.core.limits import Limits
-from tangram.core.messages import Effect, Event, Finished, Settle, Start, Used
+from tangram.core.messages import Effect, Event, Finished, Grant, Pool, Settle, Start, Used
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, InvariantError, ManagerError
+from tangram.managers.base import Lease, Output
 from tangram.managers.fake import FakeManager, Script
-from tangram.managers.work import Close, Exec, Open, SandboxSpec
+from tangram.managers.work import Close, Exec, Hold, Open, SandboxSpec, Work
 from tangram.service.orchestrator import LOOK_FIRST_S, Orchestrator, Settled, Ticket
 
 DEADLINE_S = 60.0
@@ -270,3 +271,53 @@ def test_every_start_is_answered_by_one_end() -> None:
     settled = [effect.outcome.action for _, effects in rig.seen for effect in effects if isinstance(effect, Settle)]
     assert len(settled) == len(set(settled)) == 61
     assert len(rig.events(Finished)) <= len(started)
+
+
+# ---- executors -----------------------------------------------------------------------------------------------------
+
+
+class SlowToStart:
+    """An executor whose start takes for ever, and says when it was given up."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.given_up = 0
+
+    def pools(self) -> tuple[Pool, ...]:
+        return (Pool(kind="slow", total=1),)
+
+    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
+        self.begun.set()
+        try:
+            await asyncio.sleep(3600.0)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        raise AssertionError("nobody waits so long")
+
+    async def __aenter__(self) -> SlowToStart:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+def test_an_action_that_is_stopped_while_its_executor_starts_it_does_not_wait_for_that() -> None:
+    async def main() -> None:
+        slow = SlowToStart()
+        scheduler = Scheduler(policy("adaptive"), slow.pools())
+        orchestrator = Orchestrator(scheduler, {}, {Hold: slow})
+        demand = Demand({"slow": fixed(1)})
+        async with asyncio.timeout(DEADLINE_S), orchestrator:
+            ticket = orchestrator.submit(Action(id="a", demand=demand), Hold())
+            await slow.begun.wait()
+            orchestrator.cancel("a")
+            assert (await orchestrator.settle(ticket)).outcome.status is Status.CANCELLED
+            late = orchestrator.submit(Action(id="b", demand=demand, deadline_s=0.05), Hold())
+            assert (await orchestrator.settle(late)).outcome.status is Status.TIMED_OUT
+            orchestrator.submit(Action(id="c", demand=demand), Hold())
+            await asyncio.sleep(0.01)
+        assert slow.given_up == 3, "leaving ends what has not started as well"
+        scheduler.check()
+
+    asyncio.run(main())

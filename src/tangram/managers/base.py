@@ -4,7 +4,8 @@ An executor carries out one kind of work; a manager is the executor of sandboxes
 images. It decides nothing: it starts what a Grant says, with the units that the Grant says, and tells how it ended. The
 rules that all of them follow, and that one contract suite checks:
 
-- `start` returns when the work runs, or raises ManagerError and has left nothing behind;
+- `start` returns when the work runs, or raises ManagerError and has left nothing behind; an executor that is not a
+  manager may be cancelled in it, and leaves nothing behind either;
 - a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
 - when `wait` has returned after `stop`, nothing that the action started is left, and nothing else was touched;
 - what an action that came to its end leaves running stays in its sandbox and does not run while no action does;

@@ -85,6 +85,8 @@ class Ticket:
         self.started: asyncio.Future[None] = loop.create_future()
         """Done when it runs, or has settled without."""
         self.settled: asyncio.Future[Settled] = loop.create_future()
+        self.starting: asyncio.Task[Lease] | None = None
+        """Given while an executor starts it."""
         self.lease: Lease | None = None
         self.stop_asked = False
         self.attempt = 0
@@ -287,6 +289,8 @@ class Orchestrator:
         ticket.stop_asked = True
         if ticket.lease is not None:
             self._tasks.create_task(self._stop(ticket.lease))
+        elif ticket.starting is not None:
+            ticket.starting.cancel()
 
     def _on_resize(self, effect: Resize) -> None:
         ticket = self._tickets[effect.action]
@@ -348,8 +352,11 @@ class Orchestrator:
     async def _carry(self, ticket: Ticket, grant: Grant) -> None:
         action = ticket.action.id
         try:
-            executor = self._executors.get(type(ticket.work)) or self._managers[grant.node]
-            lease = await executor.start(ticket.action, grant, ticket.work, ticket.output)
+            executor = self._executors.get(type(ticket.work))
+            if executor is None:
+                lease = await self._managers[grant.node].start(ticket.action, grant, ticket.work, ticket.output)
+            else:
+                lease = await self._begin(executor, ticket, grant)
         except (InvalidInput, AdmissionRefused) as error:
             ticket.error = error
             self._send(StartFailed(action=action, reason=str(error), retry=False, attempt=grant.attempt))
@@ -377,6 +384,20 @@ class Orchestrator:
             ticket.look = None
         ticket.ended = ended
         self._send(Finished(action=action, usage=ended.usage or NO_USAGE, lost=ended.lost, attempt=grant.attempt))
+
+    async def _begin(self, executor: Executor, ticket: Ticket, grant: Grant) -> Lease:
+        """To import a function or to load a model may take long. Who is stopped meanwhile is not kept waiting: a start
+        that is cancelled leaves nothing behind."""
+        start = executor.start(ticket.action, grant, ticket.work, ticket.output)
+        starting = ticket.starting = asyncio.ensure_future(start)
+        try:
+            return await starting
+        except asyncio.CancelledError:
+            if not ticket.stop_asked:
+                raise
+            raise ManagerError("it was stopped while it started", retry=False) from None
+        finally:
+            ticket.starting = None
 
     def _look_later(self, ticket: Ticket, after_s: float) -> None:
         """Measure what an action uses whose CPU nobody declared: what it does not use is another one's."""
