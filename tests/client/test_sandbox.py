@@ -157,6 +157,18 @@ def test_an_image_without_set_up_is_looked_for(connected: Connected) -> None:
     connected(test)
 
 
+def test_the_place_where_commands_start_is_not_deleted(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.write("kept", "text")
+            for place in (".", "/", "/work/", "sub/.."):
+                with pytest.raises(FileFailed, match="where commands start"):
+                    await box.delete(place)
+            assert await box.read_text("kept") == "text"
+
+    connected(test)
+
+
 def test_files_go_up_and_down(connected: Connected, tmp_path: Path) -> None:
     source = tmp_path / "src"
     source.mkdir()
