@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -96,9 +97,9 @@ def _shared_out(sizes: Sizes) -> list[str]:
     return [f"run-{number % sizes.runs}" for number in range(sizes.clients)]
 
 
-async def _calls(t: Client, url: str, run: str, left: object, waits: list[float]) -> None:
+async def _calls(t: Client, url: str, run: str, left: Iterator[int], waits: list[float]) -> None:
     api = t.api("search", url, run=run, retries=0)
-    for _ in left:  # type: ignore[attr-defined]  # shared by all clients
+    for _ in left:  # shared by all clients
         began = time.monotonic()
         answer = await api.get("call")
         assert answer.ok, answer

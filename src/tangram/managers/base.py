@@ -75,6 +75,30 @@ class Files(Protocol):
         ...
 
 
+class FiledApart:
+    """The files of a manager that leaves them to another object."""
+
+    _filing: Files
+
+    async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
+        return await self._filing.read(sandbox, path, bytes_max=bytes_max)
+
+    async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
+        await self._filing.write(sandbox, path, content, mode=mode)
+
+    async def list(self, sandbox: str, path: str) -> list[Entry]:
+        return await self._filing.list(sandbox, path)
+
+    async def delete(self, sandbox: str, path: str) -> None:
+        await self._filing.delete(sandbox, path)
+
+    async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
+        await self._filing.pack(sandbox, path, into, bytes_max=bytes_max)
+
+    async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
+        await self._filing.unpack(sandbox, path, tar)
+
+
 class Images(Protocol):
     """Images that sandboxes can be opened from, besides those that Commit makes."""
 

@@ -15,13 +15,13 @@ from collections.abc import Coroutine
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import FiledApart, Lease, Output
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.filing import Filing
 from tangram.managers.cpu.images import SANDBOX_UID, Image, ImageStore
@@ -33,7 +33,7 @@ from tangram.managers.cpu.seccomp import filter_program
 from tangram.managers.cpu.spawner import FILTER, INFO, INIT
 from tangram.managers.cpu.spawning import Spawning
 from tangram.managers.cpu.warm import Warm
-from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Entry, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
 
 INODE_BYTES = 4096
 """Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
@@ -73,7 +73,7 @@ class _Errand:
         await self._done.wait()
 
 
-class SandboxManager:
+class SandboxManager(FiledApart):
     backend = "sandbox"
     isolates = True
 
@@ -105,7 +105,7 @@ class SandboxManager:
         self._place = Placement(self._cores)
         self._owner: Owner | None = None
         self._spawning: Spawning | None = None
-        self._filing = Filing(self._found, self._running_spawner)
+        self._filing: Filing = Filing(self._found, self._running_spawner)
 
     def pools(self) -> tuple[Pool, ...]:
         machine = self._machine
@@ -337,26 +337,6 @@ class SandboxManager:
                 return Ended(lost=f"sandbox {sandbox.name} could not be copied: {error}")
             raise
         return Ended()
-
-    # ---- files ----
-
-    async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
-        return await self._filing.read(sandbox, path, bytes_max)
-
-    async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await self._filing.write(sandbox, path, content, mode)
-
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
-        return await self._filing.list(sandbox, path)
-
-    async def delete(self, sandbox: str, path: str) -> None:
-        await self._filing.delete(sandbox, path)
-
-    async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
-        await self._filing.pack(sandbox, path, into, bytes_max)
-
-    async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        await self._filing.unpack(sandbox, path, tar)
 
     # ---- images ----
 

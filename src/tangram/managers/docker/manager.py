@@ -26,13 +26,13 @@ import json
 import secrets
 from collections.abc import Callable
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import FiledApart, Lease, Output
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.machine import Machine
 from tangram.managers.docker.container import HOLDER, NOT_FOUND, Container, Cpu, cpu_fields, cpu_of
@@ -42,7 +42,7 @@ from tangram.managers.docker.images import Images
 from tangram.managers.docker.leases import Errand, ProgramLease, SessionLease
 from tangram.managers.docker.owners import OWNER, SANDBOX, is_dead, own_name
 from tangram.managers.docker.programs import Programs
-from tangram.managers.work import GIB, MIB, Close, Commit, Ended, Entry, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.managers.work import GIB, MIB, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
 
 DEFAULT_IMAGE = "debian:stable-slim"
 MEMORY_BYTES_MIN = 6 * MIB
@@ -60,7 +60,7 @@ RELISTEN_S, RELISTEN_S_MAX = 0.1, 5.0
 PROBE_SCRIPT = 'for p in bash taskset; do if command -v "$p" >/dev/null; then echo "$p"; fi; done'
 
 
-class DockerManager:
+class DockerManager(FiledApart):
     backend = "docker"
     isolates = True
 
@@ -79,7 +79,7 @@ class DockerManager:
         self._owner = own_name()
         self._engine = Engine(socket)
         self._programs = Programs(self._engine)
-        self._filing = Filing(self._engine, self._programs, self._found)
+        self._filing: Filing = Filing(self._engine, self._programs, self._found)
         self._images = Images(self._engine, self._owner, image)
         self._remaps_users = False
         self._limits_disk = True
@@ -329,26 +329,6 @@ class DockerManager:
         self._containers.pop(sandbox, None)
         self._by_id.pop(container.id, None)
         await self._images.remove_forgotten()
-
-    # ---- files ----
-
-    async def read(self, sandbox: str, path: str, *, bytes_max: int) -> bytes:
-        return await self._filing.read(sandbox, path, bytes_max)
-
-    async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await self._filing.write(sandbox, path, content, mode)
-
-    async def list(self, sandbox: str, path: str) -> list[Entry]:
-        return await self._filing.list(sandbox, path)
-
-    async def delete(self, sandbox: str, path: str) -> None:
-        await self._filing.delete(sandbox, path)
-
-    async def pack(self, sandbox: str, path: str, into: BinaryIO, *, bytes_max: int) -> None:
-        await self._filing.pack(sandbox, path, into, bytes_max)
-
-    async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
-        await self._filing.unpack(sandbox, path, tar)
 
     # ---- images ----
 
