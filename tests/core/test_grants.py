@@ -167,13 +167,26 @@ def test_a_dead_node_has_no_services_loaded(cluster: Make) -> None:
     assert cells(c, "a") == (0, 1)
 
 
-def test_a_preload_names_the_devices_that_the_next_call_would_get(cluster: Make) -> None:
+def test_a_preload_is_asked_for_where_the_plan_says_and_the_next_call_goes_there(cluster: Make) -> None:
     policy = Planned()
     c = cluster(GPU, policy=policy)
     c.submit("a", {"gpu": fixed(2)})
-    policy.first = lambda snapshot: iter([Preload("judge", "g0", 2)])
-    c.submit("b", {"gpu": fixed(4)})
-    assert Restore(service="judge", node="g0", devices=(2, 3)) in c.effects
+    policy.first = lambda snapshot: iter([Preload("judge", "g0", (6, 7))])
+    c.submit("b", {"gpu": fixed(2)})
+    assert Restore(service="judge", node="g0", devices=(6, 7)) in c.effects
+    c.submit("c", {"gpu": fixed(2)}, service="judge")
+    assert cells(c, "c") == (6, 7)
+
+
+def test_a_restore_that_was_not_done_is_forgotten(cluster: Make) -> None:
+    policy = Planned()
+    c = cluster(GPU, policy=policy)
+    policy.first = lambda snapshot: iter([Preload("judge", "g0", (6, 7))])
+    c.submit("a", {"gpu": fixed(2)})
+    policy.first = lambda snapshot: iter([])
+    c.send(Evicted(service="judge", node="g0", devices=(6, 7)))
+    c.submit("b", {"gpu": fixed(2)}, service="judge")
+    assert cells(c, "b") == (2, 3)
 
 
 # ---- riding in a batch ------------------------------------------------------------------------------------------
@@ -188,8 +201,8 @@ class Riding(Planned):
 
     def together(self, candidate: Any, snapshot: Snapshot) -> Begin:
         entry = candidate.entry
-        others = snapshot.waiting_for_service(entry.lane, entry.action.service, 4)
-        return Begin(entry, candidate.node, riders=tuple(other for other in others if other is not entry))
+        waiting = [other for other in entry.lane.fifo if other.lane is entry.lane and other is not entry]
+        return Begin(entry, candidate.node, riders=tuple(waiting[:3]))
 
 
 def full(c: Any, *names: str, **other_pools: Amounts) -> None:

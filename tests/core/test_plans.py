@@ -209,18 +209,20 @@ def test_a_size_that_is_no_whole_number_is_not_given(cluster: Make, reserved: An
 
 
 @pytest.mark.parametrize(
-    ("node", "units", "message"),
+    ("node", "devices", "message"),
     [
-        ("n0", 1, "plan preloads judge on 'n0', which has no gpu"),
-        ("n9", 1, "plan preloads judge on 'n9', which has no gpu"),
-        ("g0", 3, "plan preloads judge on 3 devices of g0, which are not free"),
-        ("g0", 0, "plan preloads judge on 0 devices of g0, which are not free"),
-        ("g0", 1.0, "plan preloads judge on 1.0 devices of g0, which are not free"),
+        ("n0", (0,), "plan preloads judge on 'n0', which has no gpu"),
+        ("n9", (0,), "plan preloads judge on 'n9', which has no gpu"),
+        ("g0", (0, 1, 2), r"plan preloads judge on devices \(0, 1, 2\) of g0, expected a free chunk"),
+        ("g0", (1, 2), r"plan preloads judge on devices \(1, 2\) of g0, expected a free chunk"),
+        ("g0", (2, 3), r"plan preloads judge on devices \(2, 3\) of g0, expected a free chunk"),
+        ("g0", (), r"plan preloads judge on devices \(\) of g0, expected a free chunk"),
+        ("g0", 1, "plan preloads judge on devices 1 of g0, expected a free chunk"),
     ],
 )
-def test_a_preload_where_it_cannot_be_is_named(cluster: Make, node: str, units: Any, message: str) -> None:
+def test_a_preload_where_it_cannot_be_is_named(cluster: Make, node: str, devices: Any, message: str) -> None:
     gpu = Pool(kind="gpu", node="g0", total=2)
-    c = cluster(*NODE, gpu, policy=Told(lambda snapshot: [Preload("judge", node, units)]))
+    c = cluster(*NODE, gpu, policy=Told(lambda snapshot: [Preload("judge", node, devices)]))
     with pytest.raises(InvariantError, match=f"policy told: {message}"):
         c.submit("a", ONE)
 

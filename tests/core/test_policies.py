@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,11 +21,13 @@ from tangram.core.messages import (
     Cancel,
     Effect,
     Event,
+    Evicted,
     Finished,
     Pool,
     PoolChanged,
     Resident,
     Resize,
+    Restore,
     Start,
     Started,
     Submit,
@@ -781,3 +784,157 @@ def test_a_fixed_number_of_devices_is_what_it_says() -> None:
     rig = devices_with_resident(restore_s=20.0)
     effects = rig.submit("call", fixed(2), kind=GPU, service="judge")
     assert len(start_of(effects).grant.shares[0].cells) == 2
+
+
+# ---- adaptive: batches ------------------------------------------------------------------------------------------
+
+
+def batching(devices: int, batch_max: int) -> Rig:
+    """A service that takes so many calls at once, loaded on device 0; all devices are busy with something else."""
+    rig = Rig("adaptive", gpu_node(devices))
+    rig.handle(Resident(service="judge", node="g0", devices=(0,), batch_max=batch_max))
+    rig.submit("busy", fixed(devices), kind=GPU)
+    return rig
+
+
+def batches(effects: list[Effect]) -> dict[str, int]:
+    """How many started in each batch; of an action alone its own name."""
+    starts = [effect for effect in effects if isinstance(effect, Start)]
+    return dict(Counter(start.grant.batch or start.action.id for start in starts))
+
+
+def test_calls_that_wait_together_ride_in_one_batch_up_to_its_limit() -> None:
+    rig = batching(devices=1, batch_max=4)
+    for number in range(6):
+        rig.submit(f"call-{number}", fixed(1), kind=GPU, service="judge")
+    assert batches(rig.finish("busy")) == {"call-0": 4}
+    for number in range(3):
+        assert batches(rig.finish(f"call-{number}")) == {}, "the last one out frees the device"
+    assert batches(rig.finish("call-3")) == {"call-4": 2}
+
+
+def test_a_service_that_takes_one_call_at_a_time_has_no_riders() -> None:
+    rig = batching(devices=1, batch_max=1)
+    for number in range(3):
+        rig.submit(f"call-{number}", fixed(1), kind=GPU, service="judge")
+    assert batches(rig.finish("busy")) == {"call-0": 1}
+
+
+def test_calls_are_spread_over_free_devices_before_they_ride() -> None:
+    rig = batching(devices=4, batch_max=8)
+    for number in range(8):
+        # A call takes longer than the second that a restore is guessed to take.
+        rig.submit(f"call-{number}", fixed(1), kind=GPU, service="judge", duration_s=30.0)
+    assert sorted(batches(rig.finish("busy")).values()) == [2, 2, 2, 2]
+
+
+def test_calls_ride_where_their_service_is_when_a_restore_takes_longer_than_they_do() -> None:
+    rig = batching(devices=4, batch_max=8)
+    for number in range(8):
+        rig.submit(f"call-{number}", fixed(1), kind=GPU, service="judge", duration_s=0.01)
+    assert batches(rig.finish("busy")) == {"call-0": 8}
+
+
+def test_no_devices_are_spread_over_that_another_service_waits_for() -> None:
+    rig = batching(devices=2, batch_max=8)
+    rig.submit("other", fixed(1), kind=GPU, service="teacher", duration_s=30.0)
+    for number in range(4):
+        rig.submit(f"call-{number}", fixed(1), kind=GPU, service="judge", duration_s=30.0)
+    assert batches(rig.finish("busy")) == {"call-0": 4, "other": 1}
+
+
+def test_only_those_ride_that_admit_the_devices() -> None:
+    rig = batching(devices=2, batch_max=8)
+    for number in range(2):
+        rig.submit(f"wide-{number}", fixed(2), kind=GPU, service="judge", duration_s=0.01)
+        rig.submit(f"narrow-{number}", fixed(1), kind=GPU, service="judge", duration_s=0.01)
+    assert batches(rig.finish("busy")) == {"narrow-0": 2}
+
+
+def test_a_call_that_needs_more_than_devices_does_not_ride() -> None:
+    rig = batching(devices=1, batch_max=8)
+    rig.handle(PoolChanged(pool=Pool(kind="api", total=8)))
+    rig.submit("call", fixed(1), kind=GPU, service="judge")
+    for number in range(2):
+        demand = Demand({GPU: fixed(1), "api": fixed(1)})
+        rig.run(Submit(action=Action(id=f"more-{number}", demand=demand, service="judge")))
+    assert batches(rig.finish("busy")) == {"call": 1}
+
+
+# ---- adaptive: restoring ahead ----------------------------------------------------------------------------------
+
+
+def restores(effects: list[Effect]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(effect.service, effect.devices) for effect in effects if isinstance(effect, Restore)]
+
+
+def called(rig: Rig, service: str, times: int, restore_s: float = 0.5) -> list[Effect]:
+    """What the last of so many calls left behind it, one after the other. A device has room for one service."""
+    effects: list[Effect] = []
+    for number in range(times):
+        action = Action(id=f"{service}-{number}-{rig.now}", demand=Demand({GPU: fixed(1)}), service=service)
+        cells = start_of(rig.handle(Submit(action=action))).grant.shares[0].cells
+        there = [name for name, devices in residents_of(rig) if devices == cells]
+        if service not in there:
+            for other in there:
+                rig.handle(Evicted(service=other, node="g0", devices=cells))
+            rig.now += restore_s
+        rig.handle(Started(action=action.id))
+        rig.handle(Resident(service=service, node="g0", devices=cells))
+        effects = rig.finish(action.id)
+        rig.now += 1.0
+    return effects
+
+
+def residents_of(rig: Rig) -> list[tuple[str, tuple[int, ...]]]:
+    known = rig.scheduler.residents
+    return [(service, devices) for service, _ in known.services() for _, devices in known.places(service)]
+
+
+def test_an_idle_device_gets_back_what_is_called_most() -> None:
+    rig = Rig("adaptive", gpu_node(1))
+    assert restores(called(rig, "judge", 8)) == []
+    assert restores(called(rig, "teacher", 1)) == [("judge", (0,))]
+
+
+def test_services_that_are_called_alike_do_not_drive_each_other_out() -> None:
+    rig = Rig("adaptive", gpu_node(1))
+    for _ in range(4):
+        assert restores(called(rig, "judge", 1)) == []
+        assert restores(called(rig, "teacher", 1)) == []
+
+
+def test_nothing_is_restored_ahead_where_whoever_comes_next_would_wait_for_it() -> None:
+    rig = Rig("adaptive", gpu_node(1))
+    called(rig, "judge", 12, restore_s=20.0)
+    assert restores(called(rig, "teacher", 1, restore_s=20.0)) == []
+
+
+def test_what_waits_for_something_else_than_devices_is_restored_ahead() -> None:
+    rig = Rig("adaptive", (*gpu_node(1), Pool(kind="api", total=1)))
+    rig.submit("holds", fixed(1), kind="api")
+    demand = Demand({GPU: fixed(1), "api": fixed(1)})
+    effects = rig.run(Submit(action=Action(id="waits", demand=demand, service="judge")))
+    assert restores(effects) == [("judge", (0,))]
+    assert restores(rig.handle(Resident(service="judge", node="g0", devices=(0,)))) == []
+    assert start_of(rig.finish("holds")).action.id == "waits"
+
+
+def test_nothing_is_restored_onto_devices_that_somebody_waits_for() -> None:
+    rig = Rig("adaptive", gpu_node(2))
+    called(rig, "judge", 8)
+    called(rig, "teacher", 1)
+    rig.submit("one", fixed(1), kind=GPU, service="teacher")
+    effects = rig.submit("both", fixed(2), kind=GPU)
+    assert restores(effects) == []
+
+
+def test_a_call_of_a_new_service_goes_where_the_least_is_lost() -> None:
+    rig = Rig("adaptive", gpu_node(2))
+    called(rig, "judge", 4)
+    rig.submit("holds", fixed(1), kind=GPU, service="judge")
+    called(rig, "teacher", 1)
+    rig.finish("holds")
+    assert sorted(residents_of(rig)) == [("judge", (0,)), ("teacher", (1,))]
+    effects = rig.submit("new", fixed(1), kind=GPU, service="critic")
+    assert start_of(effects).grant.shares[0].cells == (1,)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tangram.core.residents import RESTORE_PRIOR_S, SERVICES_MAX, Residents
+from tangram.core.residents import CALLS_MEMORY_S, RESTORE_PRIOR_S, SERVICES_MAX, Residents
 
 
 def test_a_service_is_loaded_where_it_was_reported() -> None:
@@ -103,4 +105,39 @@ def test_the_service_loaded_longest_ago_is_forgotten_by_name_and_out_of_the_mean
     assert residents.restore_s("used") == 7.0
     mean = (7.0 + 2.0 * (SERVICES_MAX - 1)) / SERVICES_MAX
     assert residents.restore_s("old") == residents.restore_s("unknown") == pytest.approx(mean)
-    assert len(residents._restore_s) == SERVICES_MAX
+    assert len(residents._known) == SERVICES_MAX
+
+
+def test_a_service_is_worth_the_restores_that_it_saves_and_less_with_every_minute() -> None:
+    residents = Residents()
+    assert residents.worth("judge", 0.0) == 0.0
+    residents.learn_restore("judge", 2.0)
+    residents.called("judge", 0.0)
+    once = residents.worth("judge", 0.0)
+    residents.called("judge", 0.0)
+    assert residents.worth("judge", 0.0) == pytest.approx(2 * once)
+    assert residents.worth("judge", CALLS_MEMORY_S) == pytest.approx(2 * once / math.e)
+
+
+def test_a_place_is_worth_what_lies_on_any_of_its_devices_and_a_second_copy_less() -> None:
+    residents = Residents()
+    for service in ("judge", "teacher"):
+        residents.called(service, 0.0)
+    residents.add("judge", "g0", (0, 1))
+    residents.add("teacher", "g0", (2,))
+    worth = residents.worth("judge", 0.0)
+    assert residents.worth_on("g0", (3,), 0.0) == residents.worth_on("g1", (0,), 0.0) == 0.0
+    assert residents.worth_on("g0", (1,), 0.0) == pytest.approx(worth)
+    assert residents.worth_on("g0", (0, 1, 2, 3), 0.0) == pytest.approx(2 * worth)
+    residents.add("judge", "g1", (0,))
+    assert residents.worth_on("g0", (1,), 0.0) == pytest.approx(worth / 2)
+    residents.drop_node("g0")
+    assert residents.worth_on("g0", (0, 1, 2, 3), 0.0) == 0.0
+
+
+def test_how_many_calls_a_service_takes_at_once_is_known_once_it_was_loaded() -> None:
+    residents = Residents()
+    assert residents.batch_max("judge") == 1
+    residents.add("judge", "g0", (0,), 8)
+    residents.add("judge", "g0", (0,))
+    assert residents.batch_max("judge") == 8

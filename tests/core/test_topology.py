@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,23 @@ from tangram.core.topology import Cells, Chunk, Chunks, CoreSet, Parts, level_of
 from tangram.errors import InvalidConfig, InvariantError
 
 # ---- chunks of devices ------------------------------------------------------------------------------------------
+
+
+def peek(chunks: Chunks, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
+    """What would be taken."""
+    chunk = chunks.take(units, preferred)
+    chunks.give(chunk)
+    return chunk
+
+
+def test_the_places_for_a_size_are_all_free_chunks_of_it_or_those_that_split_least() -> None:
+    chunks = Chunks(8)
+    chunks.take(2, preferred=[(2, 2)])
+    assert chunks.places(2) == [Chunk(0, 2), Chunk(4, 2), Chunk(6, 2)]
+    assert chunks.places(2, smallest=True) == [Chunk(0, 2)]
+    assert chunks.places(1, smallest=True) == [Chunk(0, 1), Chunk(1, 1)]
+    assert chunks.places(3) == [Chunk(4, 4)]
+    assert chunks.places(8) == []
 
 
 def test_the_level_of_a_request_is_that_of_the_next_power_of_two() -> None:
@@ -106,8 +125,8 @@ def test_of_equal_chunks_a_resident_one_is_taken() -> None:
     taken = [chunks.take(2) for _ in range(4)]
     chunks.give(taken[0])
     chunks.give(taken[2])
-    assert chunks.peek(2) == Chunk(0, 2)
-    assert chunks.peek(2, preferred=[(6, 2), (4, 2)]) == Chunk(4, 2)
+    assert peek(chunks, 2) == Chunk(0, 2)
+    assert peek(chunks, 2, preferred=[(6, 2), (4, 2)]) == Chunk(4, 2)
 
 
 def test_of_equal_chunks_one_that_contains_a_resident_chunk_is_taken() -> None:
@@ -115,8 +134,8 @@ def test_of_equal_chunks_one_that_contains_a_resident_chunk_is_taken() -> None:
     taken = [chunks.take(2) for _ in range(4)]
     chunks.give(taken[0])
     chunks.give(taken[2])
-    assert chunks.peek(2, preferred=[(5, 1)]) == Chunk(4, 2)
-    assert chunks.peek(2, preferred=[(5, 1), (0, 2)]) == Chunk(0, 2), "equal goes before containing"
+    assert peek(chunks, 2, preferred=[(5, 1)]) == Chunk(4, 2)
+    assert peek(chunks, 2, preferred=[(5, 1), (0, 2)]) == Chunk(0, 2), "equal goes before containing"
 
 
 def test_a_split_keeps_the_half_with_the_resident_chunk() -> None:
@@ -126,8 +145,8 @@ def test_a_split_keeps_the_half_with_the_resident_chunk() -> None:
 
 def test_a_resident_chunk_is_taken_out_of_a_larger_one() -> None:
     chunks = Chunks(6)
-    assert chunks.peek(2) == Chunk(4, 2)
-    assert chunks.peek(2, preferred=[(2, 2)]) == Chunk(2, 2)
+    assert peek(chunks, 2) == Chunk(4, 2)
+    assert peek(chunks, 2, preferred=[(2, 2)]) == Chunk(2, 2)
     assert chunks.take(2, preferred=[(2, 2)]) == Chunk(2, 2)
     assert chunks.free_counts() == (0, 2, 0)
     chunks.check()
@@ -136,7 +155,7 @@ def test_a_resident_chunk_is_taken_out_of_a_larger_one() -> None:
 def test_a_resident_chunk_that_is_taken_or_impossible_is_no_candidate() -> None:
     chunks = Chunks(8)
     first = chunks.take(2)
-    assert chunks.peek(2, preferred=[first, (1, 2), (16, 2), (-2, 2)]) == Chunk(2, 2)
+    assert peek(chunks, 2, preferred=[first, (1, 2), (16, 2), (-2, 2)]) == Chunk(2, 2)
 
 
 @st.composite
@@ -187,16 +206,16 @@ class ChunksMachine(RuleBasedStateMachine):
                 self.chunks.take(units, preferred)
             return
         before = self.chunks.free_counts()
-        peeked = self.chunks.peek(units, preferred)
-        assert self.chunks.free_counts() == before
+        assert sorted(chunk.start for chunk in self.chunks.places(units)) == places
+        least = self.chunks.places(units, smallest=True)
         chunk = self.chunks.take(units, preferred)
-        assert chunk == peeked
         assert chunk.size == size
         assert chunk.start in places
         resident = [wanted for wanted in preferred if wanted.size == size and wanted.start in places]
         if resident:
             assert chunk == resident[0]
         else:
+            assert chunk in least
             smallest = min(level for level in range(level_of(units), len(before)) if before[level])
             assert self.chunks.free_counts()[smallest] == before[smallest] - 1, "the smallest sufficient chunk"
             assert self.chunks.free_counts()[smallest + 1 :] == before[smallest + 1 :]

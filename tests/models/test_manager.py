@@ -242,7 +242,7 @@ def test_nothing_is_restored_onto_devices_that_somebody_uses_by_now(flag: Flag) 
         await rig.manager.restore("b", (0,))
         flag.lower()
         await slow.wait()
-        assert rig.told() == ["+a 0"]
+        assert rig.told() == ["+a 0", "-b 0"], "b was not brought there"
 
     run(Rig([service("a", 1), service("b", 2)], devices(1, memory_bytes=SIZE)), test)
 

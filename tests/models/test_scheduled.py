@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,29 +15,14 @@ from tests.models.conftest import DEADLINE_S, SIZE, Flag, devices, own_children,
 
 from tangram.core.action import Action, Status
 from tangram.core.demand import GPU, Demand, fixed, one_of
-from tangram.core.messages import Effect, Event
+from tangram.core.messages import Effect, Event, Pool, PoolChanged
 from tangram.core.policies import policy
-from tangram.core.policies.base import ArrivalOrder, Begin, Decision
 from tangram.core.residents import RESTORE_PRIOR_S
 from tangram.core.scheduler import Scheduler
-from tangram.core.snapshot import Snapshot
 from tangram.errors import AdmissionRefused
 from tangram.managers.models import Emulated, Infer, ModelManager, Service
 from tangram.managers.models import turns as turns_module
 from tangram.service.orchestrator import Orchestrator, Settled, Ticket
-
-
-class Riding(ArrivalOrder):
-    """First come, first served, with up to three riders."""
-
-    name = "riding"
-
-    def plan(self, snapshot: Snapshot) -> Iterator[Decision]:
-        for candidate in snapshot.candidates():
-            entry = candidate.entry
-            assert entry.lane is not None
-            found = snapshot.waiting_for_service(entry.lane, entry.action.service, 4)
-            yield Begin(entry, candidate.node, riders=tuple(other for other in found if other is not entry))
 
 
 class Desk:
@@ -107,13 +92,66 @@ def test_what_a_restore_took_is_learned_from_loads_alone() -> None:
     run(lambda: Desk([service("a")], devices(1)), test)
 
 
-def test_riders_that_the_scheduler_sends_together_are_called_together() -> None:
+def test_calls_that_wait_together_are_called_together_whatever_their_run() -> None:
     async def test(desk: Desk) -> None:
-        ends = await asyncio.gather(*(desk.call("a", str(number).encode()) for number in range(9)))
+        calls = (desk.call("a", str(number).encode(), run=f"run-{number % 2}") for number in range(9))
+        ends = await asyncio.gather(*calls)
         assert [json.loads(s.answer)["payload"] for s in ends] == [str(n).encode().hex() for n in range(9)]
-        assert max(json.loads(settled.answer)["batch"] for settled in ends) == 4
+        assert [json.loads(s.answer)["batch"] for s in ends] == [1] + [8] * 8, "how many ride is known once it is there"
 
-    run(lambda: Desk([service("a", batch_max=8)], devices(1), Riding()), test)
+    run(lambda: Desk([service("a", batch_max=8)], devices(1)), test)
+
+
+def test_what_is_called_most_is_back_before_its_next_call() -> None:
+    async def test(desk: Desk) -> None:
+        for name in ("a", "a", "a", "a", "b"):
+            await desk.call(name)
+        await until(lambda: [place.service for place in desk.manager.statistics().residents] == ["a"])
+        assert desk.manager.statistics().loads == 3
+        assert (await desk.call("a")).answer == expected(0, SIZE, b"x")
+        assert desk.manager.statistics().loads == 3
+
+    services = [service(name, seed) for seed, name in enumerate("ab")]
+    run(lambda: Desk(services, devices(1, memory_bytes=SIZE)), test)
+
+
+def test_a_service_that_cannot_be_restored_ahead_is_not_tried_without_end(flag: Flag) -> None:
+    async def test(desk: Desk) -> None:
+        for name in ("a", "a", "a", "a"):
+            await desk.call(name)
+        flag.raise_it()  # from now on it cannot be loaded
+        for _ in range(8):
+            assert (await desk.call("b")).outcome.status is Status.SUCCEEDED
+        told = len(desk.events)
+        await asyncio.sleep(0.2)
+        assert len(desk.events) <= told + 1
+        assert [place.service for place in desk.manager.statistics().residents] == ["b"]
+
+    services = [service("a", 0, load=f"fail:{flag}"), service("b")]
+    run(lambda: Desk(services, devices(1, memory_bytes=SIZE)), test)
+
+
+def test_a_call_that_lacks_something_else_finds_its_service_restored(flag: Flag) -> None:
+    def both(desk: Desk, name: str, payload: str) -> Ticket:
+        action = Action(id=name, demand=Demand({GPU: fixed(1), "api": fixed(1)}), service=name, kind="infer")
+        return desk.orchestrator.submit(action, Infer(payload=payload.encode()))
+
+    async def test(desk: Desk) -> None:
+        desk.orchestrator.tell(PoolChanged(pool=Pool(kind="api", total=1)))
+        holds = both(desk, "b", f"slow:{flag}")
+        await until(flag.is_up)
+        await desk.call("c")
+        waits = both(desk, "a", "x")
+        await until(lambda: [p.service for p in desk.manager.statistics().residents] == ["b", "a"])
+        assert "waits for 1 units of api" in desk.scheduler.explain("a")
+        loads = desk.manager.statistics().loads
+        flag.lower()
+        for ticket in (holds, waits):
+            assert (await desk.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+        assert desk.manager.statistics().loads == loads
+
+    services = [service(name, seed) for seed, name in enumerate("abc")]
+    run(lambda: Desk(services, devices(2, memory_bytes=SIZE)), test)
 
 
 def test_a_call_that_was_lost_is_repeated_if_it_may_be(flag: Flag) -> None:

@@ -488,7 +488,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if gone:
             self.send(Evicted(service=service, node=node, devices=devices))
         else:
-            self.send(Resident(service=service, node=node, devices=devices))
+            self.send(Resident(service=service, node=node, devices=devices, batch_max=size))
 
     # ---- pools and nodes ----
 

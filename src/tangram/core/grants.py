@@ -129,12 +129,19 @@ class Grants:
         return units
 
     def _take_devices(self, entry: Entry, pool: PoolState, units: int) -> Holding:
-        """The chunk where its service is loaded, if that is free."""
+        """The chunk where its service is loaded, if that is free; else the one where the least is lost."""
         service = entry.action.service
-        preferred = self._residents.chunks(service, pool.node) if service else ()
+        preferred = self._residents.chunks(service, pool.node) if service else []
+        if service and pool.fits(units) and not any(self._is_free(pool, chunk, units) for chunk in preferred):
+            devices, _ = self._snapshot.least_worth(pool, units, smallest=True)
+            preferred = [(devices[0], len(devices))]
         holding = self._ledger.hold(pool, units, entry.run.usage, preferred)
         entry.restoring = bool(service) and not self._residents.use(service, pool.node, holding.cells)
         return holding
+
+    def _is_free(self, pool: PoolState, chunk: tuple[int, int], units: int) -> bool:
+        start, size = chunk
+        return size == pool.counted(units) and pool.devices_free(tuple(range(start, start + size)))
 
     def ride(self, rider: Entry, leader: Entry, node: str) -> tuple[Share, ...]:
         """A waiting call of the same service shares the leader's device chunk; the last one out frees it."""

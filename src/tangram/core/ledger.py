@@ -159,10 +159,12 @@ class PoolState:
         """Are these devices, a chunk, all free?"""
         return isinstance(self.place, Chunks) and self.place.is_free((devices[0], len(devices)))
 
-    def peek_devices(self, units: int, preferred: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """The devices that a call for `units` would get now."""
+    def free_places(self, units: int, *, smallest: bool = False) -> list[tuple[int, ...]]:
+        """The device sets that a call for `units` could get now; `smallest`: those that split no larger chunk than
+        necessary. A pool that shrank has none while more is held than it has."""
         assert isinstance(self.place, Chunks), self.name
-        return self.place.peek(units, preferred).devices
+        places = self.place.places(units, smallest=smallest) if self.fits(units) else []
+        return [chunk.devices for chunk in places]
 
     def free_chunks(self) -> tuple[int, ...]:
         """How many chunks of each level could all be granted now. A pool that shrank has more devices free than units:

@@ -223,8 +223,12 @@ class Resident(Message, frozen=True, kw_only=True):
     node: str
     devices: tuple[int, ...]
     """A chunk, as a Grant or a Restore named it."""
+    batch_max: int = 1
+    """Calls that it takes at once."""
 
     def __post_init__(self) -> None:
+        if type(self.batch_max) is not int or self.batch_max < 1:
+            raise InvalidConfig(f"batch_max of service {self.service}", self.batch_max, "a whole number, at least 1")
         count = len(self.devices)
         start = self.devices[0] if count else 0
         if not count or count & (count - 1) or start % count or self.devices != tuple(range(start, start + count)):
@@ -236,7 +240,7 @@ class Resident(Message, frozen=True, kw_only=True):
 
 
 class Evicted(Message, frozen=True, kw_only=True):
-    """The service is no longer on these devices."""
+    """The service is no longer on these devices, or was not brought there as a Restore asked."""
 
     service: str
     node: str
@@ -317,7 +321,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class Restore(Message, frozen=True, kw_only=True):
-    """Load a service ahead of its next action onto these free devices."""
+    """Load a service ahead of its next action onto these free devices; answer with Resident or Evicted."""
 
     service: str
     node: str

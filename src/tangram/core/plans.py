@@ -64,6 +64,7 @@ class Plans:
         for pool in self._queue.changed.values():
             pool.looked_at_free = pool.free
         self._queue.changed.clear()
+        self._queue.vacated.clear()
 
     def _decisions(self) -> Iterator[Decision]:
         policy = self._scheduler.policy
@@ -236,11 +237,13 @@ class Plans:
         pool = self._scheduler.ledger.kinds.get(GPU, {}).get(decision.node)
         if pool is None:
             raise InvariantError(f"plan preloads {decision.service} on {decision.node!r}, which has no {GPU}")
-        if type(decision.units) is not int or decision.units < 1 or not pool.fits(decision.units):
+        devices = decision.devices
+        if type(devices) is not tuple or not devices or devices not in pool.free_places(len(devices)):
             raise InvariantError(
-                f"plan preloads {decision.service} on {decision.units!r} devices of {decision.node}, which are not free"
+                f"plan preloads {decision.service} on devices {devices!r} of {decision.node}, expected a free chunk"
             )
-        devices = pool.peek_devices(decision.units, self._residents.chunks(decision.service, decision.node))
+        # From now on, so that a call that comes meanwhile waits for it there.
+        self._residents.add(decision.service, decision.node, devices)
         self._scheduler.effects.append(Restore(service=decision.service, node=decision.node, devices=devices))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tangram.core.demand import CPU, MEMORY, Need
+from tangram.core.demand import CPU, GPU, MEMORY, Need
 from tangram.core.lanes import LANES_SPARE, Entry, Lane, LaneKey, Run, Waiters
 from tangram.core.ledger import Ledger, PoolState
 from tangram.errors import InvariantError
@@ -64,6 +64,8 @@ class Queue:
         """How many times a pool or kind is closed by somebody."""
         self.changed: dict[str, PoolState] = {}
         """CPU pools whose free units or elastic actions changed since the last round."""
+        self.vacated: dict[str, PoolState] = {}
+        """Device pools in which something changed since the last round: what came free, what is loaded, who waits."""
         self.behind: dict[int, Lane] = {}
         """Lanes set aside behind others. The order changes with time and shares and wakes nobody, so they are looked at
         after every event."""
@@ -100,6 +102,10 @@ class Queue:
         self.elastic_waiting += entry.elastic == CPU
         if not lane.blocked_on:
             self._open(lane)
+        if lane.service:
+            for pool in self._ledger.kinds.get(GPU, {}).values():
+                if node in ("", pool.node):
+                    self.vacated[pool.name] = pool
         if CPU in lane.kinds:
             pools = self._ledger.kinds[CPU]
             for pool in (pools[node],) if node in pools else pools.values():
@@ -225,6 +231,8 @@ class Queue:
         enough for them. `all_lanes`: the pool itself is another, and who waits for it may want to wait elsewhere."""
         if pool.kind == CPU and not pool.gone and (all_lanes or self.elastic_waiting or pool.has_moved()):
             self.changed[pool.name] = pool
+        elif pool.kind == GPU and not pool.gone:
+            self.vacated[pool.name] = pool
         # What lacks a quota says anew how long, so that it is looked at again in time.
         # Nor is an idle pool ever withheld, whatever was needed when it was larger.
         free = pool.free if pool.window is None and pool.held and not all_lanes else math.inf
@@ -238,6 +246,7 @@ class Queue:
     def forget(self, pool: PoolState) -> None:
         """The pool is gone: nobody waits for it or closes it any more."""
         self.changed.pop(pool.name, None)
+        self.vacated.pop(pool.name, None)
         self.wake(pool, all_lanes=True)
         for closed in (self._of_pool, self._of_newcomers):
             waiters = closed.pop(pool.name, None)

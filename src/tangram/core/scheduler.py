@@ -166,7 +166,7 @@ class Scheduler:
         queue = self.queue
         if queue.behind:
             queue.open_overtaken(now)
-        if queue.active or queue.changed or (self.reviews and self.reviews[0][0] <= now):
+        if queue.active or queue.changed or queue.vacated or (self.reviews and self.reviews[0][0] <= now):
             self._plans.carry_out()
         wake_at = self._timers.announce()
         if wake_at is not None:
@@ -198,6 +198,8 @@ class Scheduler:
         if not comparable:
             raise self.bug(f"policy {self.policy.name} orders {action.id} by {entry.key!r}, not by a number", entry)
         self.entries[action.id] = entry
+        if action.service:
+            self.residents.called(action.service, self.now)
         if place is not None:
             self.places.join(place, entry)
             if not place.node and len(place.actions) > 1:
@@ -548,7 +550,7 @@ class Scheduler:
         if pool is None:
             self._late += 1
             return
-        self.residents.add(event.service, event.node, event.devices)
+        self.residents.add(event.service, event.node, event.devices, event.batch_max)
         self.queue.wake(pool)
 
     def _on_evicted(self, event: Evicted) -> None:

@@ -8,7 +8,7 @@ fits, at its minimum, at that moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,8 @@ class Snapshot:
         self.now = 0.0
         self.changed = scheduler.queue.changed
         """CPU pools whose free units or elastic actions changed since the last round."""
+        self.vacated = scheduler.queue.vacated
+        """Device pools in which something changed since the last round."""
         self.last_offer: Candidate | None = None
         """The last candidate that was offered."""
         self._short: PoolState | None = None
@@ -234,15 +236,48 @@ class Snapshot:
         """Seconds that loading the service took lately; a guess until it was seen."""
         return self._residents.restore_s(service)
 
-    def waiting_for_service(self, lane: Lane, service: str, most: int) -> list[Entry]:
-        """Waiting actions of one lane that call the same service, by arrival, for riding in one batch."""
-        found: list[Entry] = []
-        for entry in lane.fifo:
-            if len(found) == most:
-                break
-            if entry.lane is lane and entry.action.service == service:
-                found.append(entry)
-        return found
+    def batch_max(self, service: str) -> int:
+        """How many calls the service takes at once."""
+        return self._residents.batch_max(service)
+
+    def waiting_lanes(self, pool: PoolState) -> Iterator[Lane]:
+        """Those in which somebody waits who may run from this pool."""
+        return self._queue.lanes(pool)
+
+    def called_services(self) -> Iterable[tuple[str, int]]:
+        """The services that were called, with the devices that the last call of each had."""
+        return self._residents.services()
+
+    def has_free_copy(self, service: str) -> bool:
+        """Is it loaded, or about to be, on devices that are free?"""
+        pools = self._ledger.kinds.get(GPU, {})
+        return any(
+            node in pools and pools[node].devices_free(devices) for node, devices in self._residents.places(service)
+        )
+
+    def is_anywhere(self, service: str) -> bool:
+        """Is it loaded, or about to be, on any devices?"""
+        return bool(self._residents.places(service))
+
+    def calls_per_s(self, service: str) -> float:
+        """How often it was called lately."""
+        return self._residents.calls_per_s(service, self.now)
+
+    def worth(self, service: str) -> float:
+        """Seconds of restoring per second that it saves the callers of this service that it is loaded."""
+        return self._residents.worth(service, self.now)
+
+    def least_worth(self, pool: PoolState, units: int, *, smallest: bool = False) -> tuple[tuple[int, ...], float]:
+        """Of the free device sets of that size the one whose services are worth least, and their worth. There must be
+        one. `smallest`: of those that split no larger chunk than necessary."""
+        best: tuple[int, ...] = ()
+        least = math.inf
+        for devices in pool.free_places(units, smallest=smallest):
+            worth = self._residents.worth_on(pool.node, devices, self.now)
+            if worth < least:
+                best, least = devices, worth
+        assert best, (pool.name, units)
+        return best, least
 
     # ---- offering ----
 

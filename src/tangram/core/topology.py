@@ -90,9 +90,18 @@ class Chunks:
         start, size = chunk
         return start % size == 0 and self._around(start, level_of(size)) is not None
 
-    def peek(self, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
-        """What `take` would answer."""
-        return self._choose(units, preferred)[1]
+    def places(self, units: int, *, smallest: bool = False) -> list[Chunk]:
+        """Every chunk for that many devices that is free; `smallest`: only those for which no larger chunk than
+        necessary is split."""
+        level = level_of(units)
+        size = 1 << level
+        found: list[Chunk] = []
+        for above in range(level, len(self._free)):
+            for start in self._free[above]:
+                found.extend(Chunk(part, size) for part in range(start, start + (1 << above), size))
+            if smallest and found:
+                break
+        return found
 
     def take(self, units: int, preferred: Sequence[tuple[int, int]] = ()) -> Chunk:
         """The smallest sufficient free chunk, split down to the size that is needed.

@@ -7,7 +7,8 @@ What it does beyond the published algorithm (docs/concepts/policies.md has the r
   action whose expected remaining work is large reserves, and so weighs, less: it runs on what the short ones leave;
 - elastic CPU actions share by heSRPT over what runs and what waits, and are resized as that changes;
 - beyond its minimum, an elastic action leaves room for the inelastic ones that come and go;
-- devices are chosen by time to finish including the restore, priced by how many others want devices.
+- devices are chosen by time to finish including the restore, priced by how many others want devices; calls of one
+  service that wait together share them, and an idle device gets the service that is most likely to be called next.
 
 With nothing learned yet an action counts as one core for one second, which is first come, first served.
 """
@@ -22,6 +23,7 @@ from tangram.core.arrange import hesrpt_shares
 from tangram.core.demand import CORE, CPU, GPU, Amounts
 from tangram.core.lanes import Entry
 from tangram.core.ledger import PoolState
+from tangram.core.policies import devices
 from tangram.core.policies.base import Adjust, Begin, Decision
 
 if TYPE_CHECKING:
@@ -128,12 +130,14 @@ class Adaptive:
                 self._divide(snapshot, pool, targets)
             if targets:
                 yield from self._grow(snapshot, pool, targets)
+        for pool in list(snapshot.vacated.values()):
+            yield from devices.restore_ahead(snapshot, pool)
 
     def _begin(self, snapshot: Snapshot, candidate: Candidate, targets: dict[str, float]) -> Decision:
         entry, node = candidate.entry, candidate.node
         pools = entry.action.demand.pools
         if GPU in pools:
-            return self._begin_devices(snapshot, entry, node)
+            return devices.begin(snapshot, entry, node)
         cpu = pools.get(CPU)
         if cpu is None:
             return Begin(entry, node)
@@ -263,23 +267,3 @@ class Adaptive:
             if target > entry.reserved * (1.0 + RESIZE_SHARE) and left:
                 left -= 1
                 yield Adjust(entry, target, target)
-
-    # ---- devices ----
-
-    def _begin_devices(self, snapshot: Snapshot, entry: Entry, node: str) -> Decision:
-        """The degree that ends soonest, restore included, each device priced by how many others want one."""
-        pool = snapshot.pool(GPU, node)
-        amounts = entry.action.demand.pools[GPU]
-        if not amounts.elastic:
-            return Begin(entry, node)
-        loaded = snapshot.resident_degrees(entry, node)
-        restore_s = snapshot.restore_s(entry.action.service) if entry.action.service else 0.0
-        price = (snapshot.waiting(pool) * amounts.min + pool.held) / max(pool.total, 1)
-        best, best_cost = amounts.min, float("inf")
-        for units in amounts.all(pool.total):
-            if pool.fits(units):
-                seconds = snapshot.seconds(entry, pool, units) + (0.0 if units in loaded else restore_s)
-                cost = seconds * (1.0 + price * units / max(pool.total, 1))
-                if cost < best_cost:
-                    best, best_cost = units, cost
-        return Begin(entry, node, best)

@@ -56,11 +56,11 @@ class Adjust(msgspec.Struct, frozen=True, gc=False):
 
 
 class Preload(msgspec.Struct, frozen=True, gc=False):
-    """Restore this service onto free devices of a node ahead of its next action."""
+    """Restore this service onto these free devices, a chunk, ahead of its next action."""
 
     service: str
     node: str
-    units: int
+    devices: tuple[int, ...]
 
 
 Decision = Begin | Hold | Adjust | Preload

@@ -208,21 +208,25 @@ class ModelManager:
 
     async def restore(self, service: str, devices: tuple[int, ...]) -> None:
         """Load a service ahead of its next action. Devices that somebody uses by now are left alone, and so is a
-        service that keeps failing. Raises ManagerError."""
+        service that keeps failing: what was not done is told as Evicted. Raises ManagerError."""
         self._require_open()
         place, circuit, loop = Place(service, devices), self._circuits[service], asyncio.get_running_loop()
         assert (service, len(devices)) in self._need, place
-        if circuit.is_open or any(self._locks[device].locked() for device in devices):
-            return
-        await self.hold(devices)
         try:
-            await self.have(place)
-            self._room.end_use(place)
-        except ManagerError as error:
-            circuit.failed(str(error), loop.time())
-            raise
+            if circuit.is_open or any(self._locks[device].locked() for device in devices):
+                return
+            await self.hold(devices)
+            try:
+                await self.have(place)
+                self._room.end_use(place)
+            except ManagerError as error:
+                circuit.failed(str(error), loop.time())
+                raise
+            finally:
+                self.let_go(devices)
         finally:
-            self.let_go(devices)
+            if place not in self._room:
+                self._say(Evicted(service=service, node=self._node, devices=devices))
 
     def _require_open(self) -> None:
         if self._closing:
@@ -329,7 +333,14 @@ class ModelManager:
         self._loads += 1
         self._load_s += loop.time() - begun_s
         self._load_bytes += next(known.layout.total_bytes for known in self._known if known.service == place.service)
-        self._say(Resident(service=place.service, node=self._node, devices=place.devices))
+        self._say(
+            Resident(
+                service=place.service,
+                node=self._node,
+                devices=place.devices,
+                batch_max=self._batch_max[place.service],
+            )
+        )
 
     async def _evict(self, place: Place) -> None:
         """Two may want the same one to go, if it lies on the devices of both."""
