@@ -341,6 +341,41 @@ def test_a_sliding_window_gives_each_unit_back_when_its_time_has_passed_since_it
     ledger.check([])
 
 
+def test_what_may_be_used_at_any_time_counts_from_its_end_and_keeps_nobody_else_waiting() -> None:
+    ledger, calls = one(a_pool("calls", 5, window=SLIDING))
+    run = ledger.new_usage()
+    later = ledger.hold(calls, 3, run, at_once=False)
+    ledger.give_back(ledger.hold(calls, 1, run))
+    assert calls.available_at(2) == 10.0
+    assert calls.available_at(5) == math.inf, "nobody knows when it ends"
+    ledger.now = 40.0
+    assert ledger.refill(calls, 40.0)
+    assert counts(calls) == (2, 0, 3)
+    assert not ledger.give_back(later)
+    assert calls.available_at(5) == 50.0
+    assert not ledger.refill(calls, 49.9)
+    ledger.check([])
+    assert ledger.refill(calls, 50.0)
+    assert counts(calls) == (5, 0, 0)
+    ledger.check([])
+
+
+def test_what_may_be_used_at_any_time_is_corrected_and_refunded_like_the_rest() -> None:
+    ledger, tokens = one(a_pool("tokens", 10, window=SLIDING))
+    run = ledger.new_usage()
+    less, more, failed = (ledger.hold(tokens, 3, run, at_once=False) for _ in range(3))
+    assert ledger.correct(less, 1)
+    ledger.give_back(less)
+    ledger.correct(more, 4)
+    ledger.give_back(more)
+    assert ledger.give_back(failed, refund=True)
+    assert counts(tokens) == (5, 0, 5)
+    ledger.check([])
+    ledger.refill(tokens, 10.0)
+    assert counts(tokens) == (10, 0, 0)
+    ledger.check([])
+
+
 def test_no_stretch_of_a_sliding_window_sees_more_than_the_total() -> None:
     draw = random.Random(7)
     ledger, calls = one(a_pool("calls", 5, window=Window(seconds=3.0, sliding=True, arrival_s=0.5)))

@@ -167,6 +167,9 @@ class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Within its run, higher goes first."""
     idempotent: bool = False
     """It may run again after our side lost it."""
+    at_once: bool = True
+    """Its spent units are used as soon as it starts. False: at any time until it ends, so that in a sliding window they
+    count from its end."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.demand, Demand):
@@ -185,5 +188,6 @@ class Action(msgspec.Struct, frozen=True, gc=False, kw_only=True):
                 raise InvalidAction(field, seconds, "a positive, finite number of seconds")
         if type(self.priority) is not int or not -PRIORITY_MAX <= self.priority <= PRIORITY_MAX:
             raise InvalidAction("priority", self.priority, f"a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")
-        if type(self.idempotent) is not bool:
-            raise InvalidAction("idempotent", self.idempotent, "True or False")
+        for field in ("idempotent", "at_once"):
+            if type(getattr(self, field)) is not bool:
+                raise InvalidAction(field, getattr(self, field), "True or False")

@@ -86,7 +86,7 @@ class Grants:
                 if kind == GPU:
                     holding = self._take_devices(entry, pool, units)
                 else:
-                    holding = self._ledger.hold(pool, units, entry.run.usage)
+                    holding = self._ledger.hold(pool, units, entry.run.usage, at_once=entry.action.at_once)
                 holdings.append(holding)
                 limit = holding.units
                 if kind == CPU:
@@ -163,7 +163,8 @@ class Grants:
                     )
                 holding.riders += 1
             else:
-                holding = self._ledger.hold(pool, self._units(rider, amounts, pool), rider.run.usage)
+                units = self._units(rider, amounts, pool)
+                holding = self._ledger.hold(pool, units, rider.run.usage, at_once=rider.action.at_once)
             holdings.append(holding)
             shares.append(Share(pool.name, holding.units, holding.units, holding.cells))
         rider.holdings = tuple(holdings)

@@ -79,7 +79,7 @@ class PoolState:
 
     __slots__ = (
         "charges", "elastic_held", "elastic_min", "free", "gone", "held", "kind", "looked_at_free", "name", "node",
-        "peak", "peak_at", "place", "spent", "total", "window", "window_at",
+        "peak", "peak_at", "pending", "place", "spent", "total", "window", "window_at",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, now: float) -> None:
@@ -97,6 +97,8 @@ class PoolState:
         """Fixed window: when the current one began. Bucket: up to when units have come back."""
         self.charges: deque[Holding] = deque()
         """Of a spent pool, what time gives back, oldest first."""
+        self.pending: dict[int, Holding] = {}
+        """Of a sliding window, what time gives back once its action has ended."""
         self.elastic_held = self.elastic_min = 0
         """CPU: what running elastic actions hold, and the sum of their minima."""
         self.looked_at_free = pool.total
@@ -328,8 +330,16 @@ class Ledger:
 
     # ---- units ----
 
-    def hold(self, state: PoolState, units: int, run: RunUsage, preferred: Sequence[tuple[int, int]] = ()) -> Holding:
-        """Give `units` of a pool to somebody. Spent units are charged, the others held."""
+    def hold(
+        self,
+        state: PoolState,
+        units: int,
+        run: RunUsage,
+        preferred: Sequence[tuple[int, int]] = (),
+        *,
+        at_once: bool = True,
+    ) -> Holding:
+        """Give `units` of a pool to somebody. Spent units are charged, the others held. `at_once` as in the Action."""
         if state.kind == GPU:
             units = chunk_size(units)
         if not state.fits(units):
@@ -341,8 +351,11 @@ class Ledger:
         if state.window is not None:
             state.spent += units
             holding.spent = units
-            holding.used_at = self.now + state.window.arrival_s
-            state.charges.append(holding)
+            if at_once or not state.window.sliding:
+                holding.used_at = self.now + state.window.arrival_s
+                state.charges.append(holding)
+            else:
+                state.pending[id(holding)] = holding
         else:
             state.held += units
             layout = state.place
@@ -360,6 +373,10 @@ class Ledger:
             return False
         state, units = holding.pool, holding.units
         if state.window is not None:
+            if state.pending.pop(id(holding), None) is not None:
+                holding.used_at = self.now
+                if holding.spent:
+                    state.charges.append(holding)
             holding.used_at = min(holding.used_at, self.now)
             return refund and self._refund(holding, units)
         self._use(holding.run, state.kind, -units)
@@ -490,7 +507,7 @@ class Ledger:
                 by_pool[holding.pool.name].append(holding)
         for state in self.pools.values():
             _check_pool(state, by_pool[state.name])
-            by_pool[state.name].extend(state.charges)
+            by_pool[state.name].extend((*state.charges, *state.pending.values()))
         for kind, total in self.total_by_kind.items():
             if total != sum(state.total for state in self.kinds[kind].values()):
                 raise InvariantError(f"kind {kind}: total {total} is not the sum of its pools")
@@ -535,11 +552,12 @@ def _come_back(state: PoolState, now: float) -> int:
         if now < state.window_at + window.seconds:
             return 0
         state.window_at += max(1, math.floor((now - state.window_at) / window.seconds)) * window.seconds
-        return state.spent
+        return sum(charge.spent for charge in state.charges)
     rate = state.total / window.seconds
-    units = min(state.spent, int((now - state.window_at) * rate + UNIT_ROUNDING))
+    coming = state.spent - sum(charge.spent for charge in state.pending.values())
+    units = min(coming, int((now - state.window_at) * rate + UNIT_ROUNDING))
     # Parts of a unit stay due, but an empty bucket of spent units, or one without a rate, has nothing coming.
-    state.window_at = now if units == state.spent or not rate else state.window_at + units / rate
+    state.window_at = now if units == coming or not rate else state.window_at + units / rate
     return units
 
 
@@ -551,7 +569,7 @@ def _check_pool(state: PoolState, holdings: list[Holding]) -> None:
     held = sum(holding.units for holding in holdings)
     if state.held != held:
         raise InvariantError(f"{state.name}: {state.held} units counted as held, holdings add up to {held}")
-    spent = sum(charge.spent for charge in state.charges)
+    spent = sum(charge.spent for charge in (*state.charges, *state.pending.values()))
     if state.spent != spent:
         raise InvariantError(f"{state.name}: {state.spent} units counted as spent, charges add up to {spent}")
     places = [holding.place for holding in holdings if holding.place is not None]
