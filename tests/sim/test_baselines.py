@@ -24,9 +24,10 @@ from tangram.core.messages import (
 )
 from tangram.core.speedup import LINEAR
 from tangram.errors import InvalidConfig
+from tangram.managers.quota import Quota
 from tangram.sim.baselines import API_BACKOFF_S, API_RETRIES_MAX, ATTEMPTS_MAX, Baseline, PodsConfig
 from tangram.sim.engine import Engine
-from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
 from tangram.sim.faults import Fault, draw
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
@@ -226,7 +227,7 @@ def test_too_few_devices_for_all_services_are_refused() -> None:
 
 
 def test_a_refused_call_is_tried_again_after_growing_pauses() -> None:
-    api = ApiModel(name="search", concurrency=1)
+    api = api_model(Quota("search", concurrent=1))
     ask = call(5.0, Demand({"search": fixed(1)}))
     work = workload(episode("a", turn(ask, ask), memory=0), apis=(api,))
     result = simulate(work, "pods:0.5", (Pool(kind="search", total=1),))
@@ -236,7 +237,7 @@ def test_a_refused_call_is_tried_again_after_growing_pauses() -> None:
 
 
 def test_a_call_that_is_refused_too_often_is_lost_with_its_trajectory() -> None:
-    api = ApiModel(name="search", concurrency=1)
+    api = api_model(Quota("search", concurrent=1))
     ask = call(1000.0, Demand({"search": fixed(1)}))
     work = workload(episode("a", turn(ask, ask), memory=0), apis=(api,))
     result = simulate(work, "pods:0.5", (Pool(kind="search", total=1),))

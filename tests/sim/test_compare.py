@@ -133,7 +133,9 @@ def test_a_setup_that_cannot_be_meant_is_refused(changes: dict, words: str) -> N
         setup(**changes)
 
 
-@pytest.mark.parametrize("name", ["fcfs", "fixed:4", "paper", "adaptive", "adaptive:no-resize", "pods:1", "alone"])
+@pytest.mark.parametrize(
+    "name", ["fcfs", "fixed:4", "paper", "adaptive", "adaptive:no-resize", "pods:1", "on-demand", "alone"]
+)
 def test_every_policy_that_the_help_names_is_known(name: str) -> None:
     check_policy(name)
 
@@ -150,8 +152,8 @@ def test_pods_need_sandboxes() -> None:
 def test_pools_cover_what_the_workload_asks_for() -> None:
     search = Source(workload="search", batch=4).build(0)
     pools = {pool.name: pool for pool in Size(devices=16).pools(search)}
-    assert list(pools) == ["gpu@gpu-0", "gpu@gpu-1", "search", "search/min", "fetch"]
-    assert pools["search/min"].window.seconds == 60.0
+    assert list(pools) == ["gpu@gpu-0", "gpu@gpu-1", "search", "search/requests", "fetch"]
+    assert pools["search/requests"].window.seconds == 60.0
 
 
 def test_cores_and_memory_are_spread_over_the_nodes() -> None:

@@ -22,7 +22,6 @@ from tangram.core.messages import (
     Resize,
     Start,
     Submit,
-    Window,
     cpu_node,
 )
 from tangram.core.policies import policy
@@ -31,8 +30,10 @@ from tangram.core.scheduler import Scheduler
 from tangram.core.snapshot import Snapshot
 from tangram.core.speedup import LINEAR, PowerLaw
 from tangram.errors import InvalidConfig, InvariantError
+from tangram.managers.quota import Quota, Rate
 from tangram.sim.engine import Engine
-from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
+from tangram.sim.faults import Fault
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
 
@@ -242,20 +243,49 @@ def test_a_service_larger_than_its_devices_is_refused() -> None:
 
 
 def test_a_scheduler_that_knows_the_quota_is_never_refused_by_the_api() -> None:
-    api = ApiModel(name="search", concurrency=2, per_window=4, window_s=60.0)
-    pools = (Pool(kind="search", total=2), Pool(kind="search/min", total=4, window=Window(seconds=60.0)))
-    ask = call(1.0, Demand({"search": fixed(1), "search/min": fixed(1)}))
-    result = simulate(workload(episode("a", turn(*[ask] * 6)), apis=(api,)), "fcfs", pools)
+    quota = Quota("search", concurrent=2, requests=Rate(4, 60.0))
+    ask = call(1.0, Demand(quota.demand()))
+    work = workload(episode("a", turn(*[ask] * 6)), apis=(api_model(quota, phase_s=30.5),))
+    result = simulate(work, "fcfs", quota.pools())
     assert [row.status for row in result.rows] == ["succeeded"] * 6
-    assert sorted(row.ended_at for row in result.rows) == [1.0, 1.0, 2.0, 2.0, 61.0, 61.0]
+    assert sorted(row.ended_at for row in result.rows) == [1.0, 1.0, 2.0, 2.0, 62.0, 62.0]
 
 
 def test_an_api_that_is_called_too_often_says_no_and_the_episode_fails() -> None:
-    api = ApiModel(name="search", concurrency=1)
+    api = api_model(Quota("search", concurrent=1))
     ask = call(1.0, Demand({"search": fixed(1)}))
     result = simulate(workload(episode("a", turn(ask, ask)), apis=(api,)), "fcfs", (Pool(kind="search", total=2),))
     assert sorted(row.status for row in result.rows) == ["lost", "succeeded"]
     assert result.episodes_failed == 1
+
+
+def test_a_program_that_calls_an_api_is_refused_as_well_and_uses_no_cores() -> None:
+    quota = Quota("search", requests=Rate(1, 60.0))
+    ask = call(4.0, Demand({CPU: cores(1, 2), **quota.demand()}, PowerLaw(1.0)))
+    work = workload(episode("a", turn(ask, ask)), apis=(api_model(quota),))
+    result = simulate(work, "fcfs", (*cpu_node("n0", 4), Pool(kind="search/requests", total=2)))
+    assert sorted((row.status, row.cpu_s) for row in result.rows) == [("lost", 0.0), ("succeeded", 4.0)]
+
+
+def test_what_was_on_a_node_that_went_down_is_no_longer_under_way_at_the_api() -> None:
+    quota = Quota("search", concurrent=1)
+    ask = call(10.0, Demand({CPU: cores(1), **quota.demand()}))
+    work = workload(
+        episode("a", turn(ask)), episode("b", turn(ask), start_s=20.0), apis=(api_model(quota, phase_s=1.0),)
+    )
+    down = Fault(at=5.0, kind="node_loss", lasts_s=1.0)
+    result = simulate(work, "fcfs", (*cpu_node("n0", 4), *quota.pools()), faults=(down,))
+    assert [row.status for row in result.rows] == ["lost", "succeeded"]
+
+
+def test_an_estimate_is_corrected_when_the_call_has_ended() -> None:
+    quota = Quota("judge", tokens=Rate(1000, 60.0))
+    demand = Demand(quota.demand(tokens=600))
+    for really, ended in ((400, [1.0, 2.0]), (600, [1.0, 62.0]), (None, [1.0, 62.0])):
+        spent = None if really is None else {"judge/tokens": really}
+        work = workload(episode("a", turn(*[call(1.0, demand, spent=spent)] * 2)), apis=(api_model(quota),))
+        result = simulate(work, "fcfs", quota.pools())
+        assert [row.ended_at for row in result.rows] == ended
 
 
 # ---- the end ----------------------------------------------------------------------------------------------------

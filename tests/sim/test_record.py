@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from tangram.core.action import Action, Outcome, Status, Usage
-from tangram.core.demand import CPU, Demand, cores, fixed, learned
+from tangram.core.demand import CPU, GPU, Demand, cores, fixed, learned
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Finished,
     Grant,
     Pool,
+    PoolChanged,
     Reserve,
     Resized,
     Settle,
@@ -27,8 +28,10 @@ from tangram.core.messages import (
 from tangram.core.speedup import PowerLaw
 from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig, InvalidTrace
+from tangram.managers.quota import Quota, Rate
 from tangram.sim import traces
 from tangram.sim.compare import Setup, Source, compare
+from tangram.sim.episode import Counting, Episode, ServiceModel, Step, Turn, Workload, api_model
 from tangram.sim.record import load_recording, recorded_size, recording
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size, default_size
@@ -225,19 +228,83 @@ def test_actions_that_were_lost_or_never_settled_are_left_out(tmp_path: Path) ->
     assert len(episode.turns) == 1
 
 
-def test_quotas_are_those_of_the_header(tmp_path: Path) -> None:
-    pools = (
-        Pool(kind="cpu", node="n0", total=4000),
+def test_quotas_are_those_of_the_header_and_each_window_is_played_as_what_it_was(tmp_path: Path) -> None:
+    quota = Quota("judge", concurrent=2, tokens=Rate(500, 60.0))
+    quotas = (
         Pool(kind="search", total=5),
         Pool(kind="search/min", total=90, window=Window(seconds=60.0)),
+        Pool(kind="search/day", total=900, window=Window(seconds=86_400.0)),
         Pool(kind="tokens", total=1000, window=Window(seconds=1.0, bucket=True)),
+        *quota.pools(),
     )
     call = tool(1, demand=Demand({"tokens": fixed(3)}), sandbox="", kind="llm")
+    pools = (Pool(kind="cpu", node="n0", total=4000), *quotas)
     workload = load_recording(write(tmp_path / "t.jsonl", life(call, 0.0, 0.0, 1.0), pools))
-    search, tokens = workload.apis
-    assert (search.name, search.concurrency, search.per_window) == ("search", 5, 90)
-    assert (tokens.name, tokens.per_window, tokens.bucket) == ("tokens", 1000, True)
-    assert "tokens" in [pool.kind for pool in Size(cores=4).pools(workload)]
+    assert [api.name for api in workload.apis] == ["search", "tokens", "judge"]
+    assert Size(cores=4).pools(workload) == quotas
+    counting = {limit.pool.kind: limit.counting for api in workload.apis for limit in api.limits if limit.pool.window}
+    assert counting == {
+        "search/min": Counting.FIXED,
+        "search/day": Counting.FIXED,
+        "tokens": Counting.BUCKET,
+        "judge/tokens": Counting.SLIDING,
+    }
+
+
+def test_a_quota_that_was_added_or_raised_later_is_known_and_one_that_was_cut_is_whole(tmp_path: Path) -> None:
+    small, large = (Quota("search", requests=Rate(units, 60.0)).pools() for units in (10, 50))
+    added = Quota("judge", concurrent=2).pools()
+    changes = [PoolChanged(pool=pool) for pool in (*large, *small, *added, Quota("judge", concurrent=1).closed())]
+    lines = [(float(at), change, []) for at, change in enumerate(changes)]
+    call = tool(1, demand=Demand({"judge": fixed(1)}), sandbox="", kind="llm")
+    workload = load_recording(write(tmp_path / "t.jsonl", [*lines, *life(call, 9.0, 9.0, 10.0)], small))
+    assert Size().pools(workload) == (*large, *added)
+
+
+def test_estimates_of_tokens_are_corrected_again_as_they_were(tmp_path: Path) -> None:
+    quota = Quota("judge", tokens=Rate(1000, 60.0))
+    asked = {"demand": Demand(quota.demand(tokens=600)), "sandbox": "", "kind": "llm"}
+    lives = [life(tool(k, **asked), k, k, k + 1.0, spent={"judge/tokens": 100}) for k in range(1, 6)]
+    workload = load_recording(write(tmp_path / "t.jsonl", in_order(*lives), quota.pools()))
+    result = simulate(workload, "adaptive", Size().pools(workload))
+    assert result.makespan_s == pytest.approx(5.0), "six hundred each would take minutes"
+
+
+@pytest.mark.parametrize(("at_once", "ended_at"), [(True, 71.0), (False, 80.0)])
+def test_a_program_that_asks_an_api_whenever_it_likes_counts_from_its_end_again(
+    at_once: bool, ended_at: float, tmp_path: Path
+) -> None:
+    quota = Quota("search", requests=Rate(1, 60.0))
+    asked = {"demand": Demand(quota.demand()), "sandbox": "", "trajectory": "", "at_once": at_once}
+    lives = [life(tool(k, **asked), 0.0, 0.0, 10.0) for k in (1, 2)]
+    workload = load_recording(write(tmp_path / "t.jsonl", in_order(*lives), quota.pools()))
+    result = simulate(workload, "fcfs", Size().pools(workload))
+    assert [row.ended_at for row in result.rows] == pytest.approx([10.0, ended_at])
+
+
+def test_calls_recorded_with_a_live_quota_start_at_the_same_times_again(tmp_path: Path) -> None:
+    path, quota = tmp_path / "run.jsonl", Quota("search", concurrent=3, requests=Rate(5, 10.0))
+    ask = Step(kind="search", demand=Demand(quota.demand()), work_s=0.7)
+    episodes = tuple(
+        Episode(id=f"e{k}", run="r", task="", start_s=0.1 * k, turns=(Turn(think_s=0.0, steps=(ask,)),))
+        for k in range(40)
+    )
+    work = Workload(name="calls", seed=0, episodes=episodes, apis=(api_model(quota, phase_s=3.0),))
+    with recording(path, policy="adaptive", pools=quota.pools(), limits=Limits()) as observer:
+        before = simulate(work, "adaptive", quota.pools(), observer=observer)
+    again = load_recording(path)
+    after = simulate(again, "adaptive", Size().pools(again))
+    assert [row.ended_at for row in after.rows] == pytest.approx([row.ended_at for row in before.rows])
+
+
+def test_an_api_that_several_traces_call_counts_all_that_any_of_them_has_it_count(tmp_path: Path) -> None:
+    quotas = {"a": Quota("search", concurrent=2), "b": Quota("search", requests=Rate(9, 60.0))}
+    paths = []
+    for name, quota in quotas.items():
+        call = tool(1, demand=Demand(quota.demand()), sandbox="", kind="search")
+        paths.append(write(tmp_path / f"{name}.jsonl", life(call, 0.0, 0.0, 1.0), quota.pools()))
+    both = traces.load_all(paths)
+    assert Size().pools(both) == (*quotas["a"].pools(), *quotas["b"].pools())
 
 
 # ---- files ----------------------------------------------------------------------------------------------------
@@ -326,10 +393,29 @@ def test_a_survey_says_where_the_time_went(tmp_path: Path) -> None:
     assert sum(run.execution_s for run in found.runs) == pytest.approx(summary["execution_mean_s"] * summary["actions"])
     assert found.unsettled == 0
     kinds = {kind for run in found.runs for kind in run.waiting_s}
-    assert kinds == {"cpu", "gpu", "search + search/min", "fetch"}
+    assert kinds == {"cpu", "gpu", "search + search/requests", "fetch"}
 
 
 def test_thinking_is_counted_between_turns(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", in_order(life(tool(1), 0.0, 0.5, 2.0), life(tool(2), 5.0, 5.0, 6.0)))
     (run,) = survey(path).runs
     assert (run.thinking_s, run.execution_s, run.waiting_s) == (3.0, 2.5, {"cpu": 0.5})
+
+
+def test_batches_played_again_take_as_long(tmp_path: Path) -> None:
+    ask = Step(kind="ask", demand=Demand({GPU: fixed(1)}), service="judge", work_s=1.0)
+    episodes = tuple(
+        Episode(id=f"e{n}", run="r", task="", start_s=0.01 * n, turns=(Turn(think_s=0.0, steps=(ask,)),))
+        for n in range(9)
+    )
+    judge = ServiceModel(name="judge", memory_gib=60.0, restore_s=0.5, batch_max=4)
+    work = Workload(name="test", seed=0, episodes=episodes, services=(judge,))
+    pools = (Pool(kind=GPU, node="g0", total=1),)
+    path = tmp_path / "run.jsonl"
+    with recording(path, policy="adaptive", pools=pools, limits=Limits()) as observer:
+        first = simulate(work, "adaptive", pools, observer=observer)
+    loaded = load_recording(path)
+    assert loaded.services[0].batch_max == 4
+    assert [turn.steps[0].work_s for e in loaded.episodes for turn in e.turns] == pytest.approx([1.0] * 9)
+    again = simulate(loaded, "adaptive", pools)
+    assert again.makespan_s == pytest.approx(first.makespan_s)

@@ -17,6 +17,7 @@ import pytest
 from tangram.core.demand import CPU, GPU, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig
+from tangram.managers.quota import Quota, Rate
 from tangram.sim.episode import Step, Workload
 from tangram.sim.workload import WORKLOADS, build
 from tangram.sim.workloads import coding, elastic, search, teachers
@@ -92,8 +93,7 @@ def test_every_step_can_run(name):
     assert len(ids) == 60
     assert len(set(ids)) == len(ids)
     services = {service.name: service for service in workload.services}
-    kinds = {CPU, GPU, *(api.name for api in workload.apis)}
-    kinds |= {search.window_kind(api.name) for api in workload.apis if api.per_window}
+    kinds = {CPU, GPU, *(pool.kind for api in workload.apis for pool in api.pools)}
     for episode in workload.episodes:
         assert episode.start_s >= 0.0
         for turn in episode.turns:
@@ -347,22 +347,43 @@ def test_search_episodes_end_with_one_call_of_the_judge():
 
 def test_search_calls_ask_for_every_quota_of_their_api():
     workload = build("search", batch=32, seed=0, search_concurrency=7, search_per_minute=90)
-    assert (workload.apis[0].concurrency, workload.apis[0].per_window) == (7, 90)
-    assert {tuple(step.demand.pools) for step in all_steps(workload, "search")} == {("search", "search/min")}
+    assert {pool.kind: pool.total for pool in workload.apis[0].pools} == {"search": 7, "search/requests": 90}
+    assert {tuple(step.demand.pools) for step in all_steps(workload, "search")} == {("search", "search/requests")}
     assert {tuple(step.demand.pools) for step in all_steps(workload, "fetch")} == {("fetch",)}
+
+
+def test_search_calls_ask_for_tokens_where_they_are_counted():
+    counted = build("search", batch=32, seed=0, search_tokens_per_minute=50_000)
+    assert [(pool.kind, pool.total) for pool in counted.apis[0].pools][2:] == [("search/tokens", 50_000)]
+    assert {step.demand.pools["search/tokens"].min for step in all_steps(counted, "search")} == {search.SEARCH_TOKENS}
+    plain = build("search", batch=32, seed=0)
+    works = [[step.work_s for step in all_steps(workload, "search")] for workload in (counted, plain)]
+    assert works[0] == works[1], "the calls are the same"
+    with pytest.raises(InvalidConfig, match="search_tokens_per_minute"):
+        build("search", batch=32, seed=0, search_tokens_per_minute=search.SEARCH_TOKENS - 1)
+
+
+def test_the_apis_have_windows_of_their_own_and_the_scheduler_the_pools_of_a_live_quota():
+    apis = [build(name, batch=32, seed=seed).apis for name in ("search", "mixed") for seed in range(8)]
+    assert len({api[0].limits[1].phase_s for api in apis}) == 8, "one for each seed"
+    for search_api, fetch_api in apis:
+        (concurrent, requests), (fetches,) = search_api.pools, fetch_api.pools
+        quota = Quota("search", concurrent=concurrent.total, requests=Rate(requests.total, 60.0))
+        assert search_api.pools == quota.pools()
+        assert fetch_api.pools == Quota("fetch", concurrent=fetches.total).pools()
 
 
 def test_search_quotas_that_are_not_given_suffice_over_time_but_not_for_the_first_burst():
     workload = build("search", batch=512, seed=0)
-    api = workload.apis[0]
+    concurrent, requests = workload.apis[0].pools
     spans = [sum(t.think_s + max(s.work_s for s in t.steps) for t in e.turns) for e in workload.episodes]
     per_minute = 60 * len(workload.episodes) * len(all_steps(workload, "search")) / sum(spans)
-    assert 1.1 <= api.per_window / per_minute <= 1.5
+    assert 1.1 <= requests.total / per_minute <= 1.5
     first = [e.turns[0] for e in workload.episodes if e.turns[0].steps[0].kind == "search"]
     events = sorted(
         (turn.think_s + end, 1 - 2 * bool(end)) for turn in first for s in turn.steps for end in (0, s.work_s)
     )
-    assert max(np.cumsum([change for _, change in events])) > api.concurrency
+    assert max(np.cumsum([change for _, change in events])) > concurrent.total
 
 
 # ---- teachers -------------------------------------------------------------------------------------------------

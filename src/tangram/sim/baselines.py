@@ -397,7 +397,7 @@ def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: i
     """Deal the devices out: every service gets replicas of one size in turn, until no chunk of that size is left."""
     devices = {pool.node: Chunks(pool.total) for pool in pools if pool.kind == GPU}
     statics = {service.name: _Static() for service in services}
-    sizes = {service.name: _replica(service, each) for service in services}
+    sizes = {service.name: nearest_degree(service, each) for service in services}
     # Wide replicas first, so that narrow ones do not break the chunks that they need.
     turn = sorted(services, key=lambda service: -sizes[service.name])
     dealt = bool(turn)
@@ -420,6 +420,6 @@ def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: i
     return statics
 
 
-def _replica(service: ServiceModel, each: int) -> int:
+def nearest_degree(service: ServiceModel, each: int) -> int:
     """Devices of one replica: `each`, or the nearest degree that the service runs at."""
     return min(service.degrees, key=lambda degree: (abs(degree - each), degree))

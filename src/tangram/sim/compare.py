@@ -22,6 +22,7 @@ from tangram.errors import InvalidConfig
 from tangram.sim import faults, record, traces
 from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
+from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.parallel import Progress, Workers
 from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
@@ -103,7 +104,7 @@ def check_policy(name: str) -> None:
     family, _, option = name.partition(":")
     if family == "pods" and option:
         pods_config(name)
-    elif name != "alone":
+    elif name not in ("alone", ON_DEMAND):
         known = [*POLICIES, *BASELINES]
         if family not in {other.partition(":")[0] for other in known if other not in BASELINES}:
             options.known("policy", name, known)

@@ -40,7 +40,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import InvariantError
-from tangram.sim.apis import Apis
+from tangram.sim.apis import REFUSAL_S, Apis
 from tangram.sim.cpushare import CpuShare, shape
 from tangram.sim.devices import Devices
 from tangram.sim.episode import Episode, Step, Workload
@@ -65,10 +65,12 @@ class _Live:
     __slots__ = (
         "action",
         "attempt",
+        "batch",
         "episode",
         "grant",
         "limit",
         "node",
+        "refused",
         "started_at",
         "step",
         "submitted_at",
@@ -82,7 +84,11 @@ class _Live:
         self.submitted_at = now
         self.grant: Grant | None = None
         self.attempt = 0
+        self.batch = ""
+        """As in its last grant."""
         self.started_at = -1.0
+        self.refused = False
+        """By an API: it does nothing more until it ends."""
         self.node = ""
         self.width = 1.0
         self.limit = 1.0
@@ -135,6 +141,8 @@ class Engine:
         self._core_s_starting = 0.0
         """Charged to actions for being started."""
         self._devices = Devices(workload.services, pools, DEVICE_MEMORY_GIB)
+        self._batches: dict[str, int] = {}
+        """How many calls share the devices of each batch."""
         self._apis = Apis(workload.apis)
         self._playing = [_Playing(episode) for episode in workload.episodes]
         self._finished_episodes = 0
@@ -231,6 +239,7 @@ class Engine:
             service=step.service,
             duration_s=step.work_s if self._hints else None,
             timeout_s=self._timeout_s,
+            at_once=step.at_once,
         )
 
     def _end_episode(self, playing: _Playing) -> None:
@@ -244,6 +253,7 @@ class Engine:
     def _settled(self, effect: Settle) -> None:
         outcome = effect.outcome
         live = self._live.pop(outcome.action)
+        self._join(live, "")
         self.truth.pop(outcome.action, None)
         self._rows.append(self._row(live, outcome))
         playing = live.episode
@@ -291,6 +301,7 @@ class Engine:
         live = self._live[effect.action.id]
         grant = effect.grant
         live.grant, live.node, live.attempt = grant, grant.node, grant.attempt
+        self._join(live, grant.batch)
         live.started_at = -1.0
         if self.fail_start is not None:
             reason = self.fail_start(effect.action, grant.attempt)
@@ -301,25 +312,41 @@ class Engine:
         if self.slow_start_s is not None:
             delay += self.slow_start_s(effect.action)
         if GPU in effect.action.demand.pools:
-            delay += self._load(live, grant)
-        if delay > 0.0:
+            delay += self._load(live.action.service, grant.node, _cells(grant))
+        if delay > 0.0 or grant.batch:  # of a batch, when all are there
             self.at(self.now + delay, self._started, live, grant.attempt)
         else:
             self._started(live, grant.attempt)
 
     def _start_failed(self, live: _Live, attempt: int, reason: str) -> None:
         if self._current(live, attempt):
+            live.grant = None
             self.send(StartFailed(action=live.action.id, reason=reason))
 
     def _current(self, live: _Live, attempt: int) -> bool:
         return live.attempt == attempt and self._live.get(live.action.id) is live and live.grant is not None
 
-    def _load(self, live: _Live, grant: Grant) -> float:
-        devices = next(share.cells for share in grant.shares if share.pool.startswith(GPU))
-        seconds, evicted = self._devices.load(live.action.service, grant.node, devices, self.now)
-        for service, chunk in evicted:
-            self.send(Evicted(service=service, node=grant.node, devices=chunk))
+    def _join(self, live: _Live, batch: str) -> None:
+        """It leaves its batch, and is in this one from now on."""
+        if live.batch:
+            self._batches[live.batch] -= 1
+            if not self._batches[live.batch]:
+                del self._batches[live.batch]
+        if batch:
+            self._batches[batch] = self._batches.get(batch, 0) + 1
+        live.batch = batch
+
+    def _load(self, service: str, node: str, devices: tuple[int, ...]) -> float:
+        """Seconds until it can be called there."""
+        seconds, evicted = self._devices.load(service, node, devices, self.now)
+        for place in evicted:
+            self.send(Evicted(service=place.service, node=node, devices=place.devices))
         return seconds
+
+    def _resident(self, service: str, node: str, devices: tuple[int, ...]) -> None:
+        if self._devices.is_new(service, node, devices, self.now):
+            batch_max = self._devices.service(service).batch_max
+            self.send(Resident(service=service, node=node, devices=devices, batch_max=batch_max))
 
     def _started(self, live: _Live, attempt: int) -> None:
         if not self._current(live, attempt) or self.down.get(live.node):
@@ -330,21 +357,22 @@ class Engine:
         self.send(Started(action=live.action.id))
         if not self._current(live, attempt):
             return
+        live.refused = not self._apis.enter(live.action.id, step, self.now)
+        if live.refused:
+            self.at(self.now + REFUSAL_S, self._finish, live, attempt, "429 too many requests")
+            return
         if CPU in live.action.demand.pools:
             self._run_on_cpu(live, grant)
             return
         if GPU in live.action.demand.pools:
-            devices = next(share.cells for share in grant.shares if share.pool.startswith(GPU))
-            if self._devices.is_new(live.action.service, live.node, devices):
-                self.send(Resident(service=live.action.service, node=live.node, devices=devices))
+            devices = _cells(grant)
+            self._resident(live.action.service, live.node, devices)
             live.width = float(len(devices))
-            self.at(self.now + step.work_s / step.speedup.at(live.width), self._finish, live, attempt, "")
+            together = self._batches.get(live.batch, 1)
+            slower = together ** self._devices.service(live.action.service).batch_growth
+            self.at(self.now + slower * step.work_s / step.speedup.at(live.width), self._finish, live, attempt, "")
             return
-        refused = self._apis.enter(live.action, self.now)
-        if refused:
-            self.at(self.now + refused, self._finish, live, attempt, "429 too many requests")
-        else:
-            self.at(self.now + step.work_s, self._finish, live, attempt, "")
+        self.at(self.now + step.work_s, self._finish, live, attempt, "")
 
     def _run_on_cpu(self, live: _Live, grant: Grant) -> None:
         share = next(share for share in grant.shares if share.pool.startswith(CPU))
@@ -386,6 +414,9 @@ class Engine:
 
     def _leave(self, live: _Live) -> Usage:
         """Take the action off its node and measure it."""
+        self._apis.leave(live.action.id)
+        if live.refused:
+            return Usage()
         kinds = live.action.demand.pools
         if CPU in kinds and live.node in self.cpus:
             used = self.cpus[live.node].remove(live.action.id, self.now)
@@ -393,14 +424,12 @@ class Engine:
             starting_core_s = live.step.busy * live.step.overhead_s
             self._core_s_starting += starting_core_s
             cpu_s = used.used_core_s + starting_core_s
-            return Usage(cpu_s=cpu_s, throttled_s=used.slowed_s, starved_s=used.starved_s)
-        if CPU not in kinds and GPU not in kinds:
-            self._apis.leave(live.action)
-        return Usage()
+            return Usage(cpu_s=cpu_s, throttled_s=used.slowed_s, starved_s=used.starved_s, spent=live.step.spent)
+        return Usage(spent=live.step.spent)
 
     def _resize(self, effect: Resize) -> None:
         live = self._live[effect.action]
-        if live.started_at >= 0.0:
+        if live.started_at >= 0.0 and not live.refused:
             step = live.step
             before, _ = shape(step.work_s, step.busy, step.speedup, live.width, live.limit)
             live.limit = effect.limit / CORE
@@ -423,14 +452,18 @@ class Engine:
         self.send(Finished(action=live.action.id, usage=usage))
 
     def _restore(self, effect: Restore) -> None:
-        seconds, evicted = self._devices.load(effect.service, effect.node, effect.devices, self.now)
-        for service, chunk in evicted:
-            self.send(Evicted(service=service, node=effect.node, devices=chunk))
-        self.at(self.now + seconds, self._restored, effect)
+        """Devices that somebody uses by now are left alone."""
+        service, node, devices = effect.service, effect.node, effect.devices
+        if self.down.get(node) or self._in_use(node, devices):
+            self.send(Evicted(service=service, node=node, devices=devices))
+        else:
+            self.at(self.now + self._load(service, node, devices), self._resident, service, node, devices)
 
-    def _restored(self, effect: Restore) -> None:
-        if self._devices.is_new(effect.service, effect.node, effect.devices):
-            self.send(Resident(service=effect.service, node=effect.node, devices=effect.devices))
+    def _in_use(self, node: str, devices: tuple[int, ...]) -> bool:
+        return any(
+            live.grant is not None and live.node == node and any(device in devices for device in _cells(live.grant))
+            for live in self._live.values()
+        )
 
     def _wake_at(self, effect: WakeAt) -> None:
         self.at(max(effect.at, self.now), self._tick)
@@ -452,6 +485,7 @@ class Engine:
         for live in self._live.values():
             if live.grant is not None and live.node == node:
                 live.grant = None
+                self._apis.leave(live.action.id)
         self.send(NodeChanged(node=node, state=NodeState.DOWN))
 
     def node_up(self, node: str) -> None:
@@ -475,12 +509,13 @@ class Engine:
     def change_pool(self, pool: Pool) -> None:
         """Another total from now on, or from when its node is back."""
         self.pools[pool.name] = pool
+        self._devices.grow(pool)
         if self.down.get(pool.node):
             return
         if pool.kind == CPU:
             self.cpus[pool.node].set_capacity(pool.total / CORE, self.now)
             self._next_on(pool.node)
-        self._apis.change(pool)
+        self._apis.change(pool, self.now)
         self.send(PoolChanged(pool=pool))
 
     # ---- result ----
@@ -500,6 +535,11 @@ class Engine:
             core_s=used,
             busy=self._samples.rows(),
         )
+
+
+def _cells(grant: Grant) -> tuple[int, ...]:
+    """Its devices."""
+    return next((share.cells for share in grant.shares if share.pool.startswith(GPU)), ())
 
 
 _EFFECTS: dict[type, Callable[[Engine, Any], None]] = {

@@ -9,7 +9,9 @@ Owns both directions. What a recording is taken to say when it becomes a workloa
     overhead    as recorded, all of it before the start; of an action on devices it is the restore
     CPU use     CPU seconds over both and the cores that it ran on; unless it is elastic, no more than its limit, to
                 which our own work on sandboxes is not held, and which a short program may exceed for a moment
-    services    a restore takes the median of what was recorded; the weights fill the smallest chunk that it ran on
+    quotas      the most of each pool that belongs to no node, in the header or later; an API counts as its pool does
+    services    a restore takes the median of what was recorded; the weights fill the smallest chunk that it ran on;
+                a call in a batch of n is taken to have lasted the square root of n times as long as alone
     sandboxes   as reserved
     left out    actions that never settled, or that our side lost, refused or cancelled: their work is unknown
 
@@ -19,11 +21,10 @@ Promises InvalidTrace with file and line for whatever is malformed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import msgspec
 
 from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY
@@ -32,6 +33,7 @@ from tangram.core.messages import (
     Effect,
     Event,
     Pool,
+    PoolChanged,
     Reserve,
     Resident,
     Resized,
@@ -45,7 +47,17 @@ from tangram.core.profile import Knowledge
 from tangram.core.speedup import RIGID, PowerLaw, Speedup
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace
-from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.episode import (
+    BATCH_GROWTH,
+    ApiLimit,
+    ApiModel,
+    Counting,
+    Episode,
+    ServiceModel,
+    Step,
+    Turn,
+    Workload,
+)
 from tangram.sim.result import COMPLETED
 from tangram.sim.size import Size
 from tangram.sim.whole_file import whole_file
@@ -177,7 +189,7 @@ def recorded_size(path: str | Path) -> Size:
 def load_recording(path: str | Path) -> Workload:
     """The work of a recorded trace, each trajectory once."""
     with opened(path) as (header, lines):
-        reading = _Reading()
+        reading = _Reading(header.pools)
         for line in lines:
             if isinstance(line.message, Submit) and line.message.action.id in reading.seen:
                 raise InvalidTrace(f"{path} seq {line.seq}", line.message.action.id, "an id that is submitted once")
@@ -185,9 +197,7 @@ def load_recording(path: str | Path) -> Workload:
     episodes = reading.episodes()
     if not episodes:
         raise InvalidTrace(str(path), "the end of the file", "at least one action that ran to its end")
-    return Workload(
-        name=Path(path).stem, seed=0, episodes=episodes, services=reading.services(), apis=_apis(header.pools)
-    )
+    return Workload(name=Path(path).stem, seed=0, episodes=episodes, services=reading.services(), apis=reading.apis())
 
 
 class _Seen:
@@ -195,6 +205,7 @@ class _Seen:
 
     __slots__ = (
         "action",
+        "batch",
         "cores_max",
         "devices",
         "ended_at",
@@ -213,6 +224,8 @@ class _Seen:
         self.cores_max = math.inf
         """That it is taken to use at most; of an elastic one, its width says so."""
         self.devices = 0
+        self.batch = ""
+        """As its last grant says."""
         self.outcome: Outcome | None = None
         self.width = 1.0
         self.stretches: list[tuple[float, float]] = []
@@ -225,6 +238,7 @@ class _Seen:
     def launch(self, start: Start, now: float) -> None:
         elastic = self.action.demand.elastic
         self.granted_at = now
+        self.batch = start.grant.batch
         self.width = start.grant.width / self.unit if elastic else 1.0
         limits = {share.pool.partition("@")[0]: share.limit for share in start.grant.shares}
         self.devices = limits.get(GPU, 0)
@@ -259,11 +273,19 @@ class _Seen:
 class _Reading:
     """All that one pass over a trace gathers."""
 
-    def __init__(self) -> None:
+    def __init__(self, pools: tuple[Pool, ...]) -> None:
+        self.quotas: dict[str, Pool] = {}
+        """By kind, each as it was when it allowed most: less is a complaint of the API or a fault, and passes."""
+        for pool in pools:
+            self._allowed(pool)
         self.seen: dict[str, _Seen] = {}
+        self.together: Counter[str] = Counter()
+        """How many calls were in each batch."""
         self.sandboxes: dict[str, tuple[float, int]] = {}
         """When each was reserved, and with how much memory."""
         self.restores_s: dict[str, list[float]] = {}
+        self.batch_max: dict[str, int] = {}
+        """By service."""
         self._loading: dict[str, tuple[float, float]] = {}
         self.knowledge = Knowledge()
 
@@ -273,9 +295,12 @@ class _Reading:
             self.seen[message.action.id] = _Seen(message.action, now)
         elif isinstance(message, Reserve):
             self.sandboxes[message.sandbox] = (now, message.memory)
+        elif isinstance(message, PoolChanged):
+            self._allowed(message.pool)
         elif isinstance(message, Restore):
             self._loading[message.service] = (now, -1.0)
         elif isinstance(message, Resident):
+            self.batch_max[message.service] = message.batch_max
             since, until = self._loading.pop(message.service, (now, now))
             self.restores_s.setdefault(message.service, []).append((now if until < 0.0 else until) - since)
         elif isinstance(message, Start):
@@ -286,6 +311,11 @@ class _Reading:
                 self._moved(seen, message, now)
         elif isinstance(message, Settle) and (seen := self.seen.get(message.outcome.action)) is not None:
             self._settled(seen, message.outcome, now)
+
+    def _allowed(self, pool: Pool) -> None:
+        known = self.quotas.get(pool.kind)
+        if not pool.node and (known is None or pool.total > known.total):
+            self.quotas[pool.kind] = pool
 
     def _moved(self, seen: _Seen, message: Started | Resized, now: float) -> None:
         if isinstance(message, Resized):
@@ -309,6 +339,7 @@ class _Reading:
     # ---- what it adds up to ----
 
     def episodes(self) -> tuple[Episode, ...]:
+        self.together.update(seen.batch for seen in self.seen.values() if seen.batch)
         by_trajectory: dict[str, list[_Seen]] = {}
         for seen in self.seen.values():
             if seen.outcome is not None and seen.outcome.status.value in COMPLETED and seen.stretches:
@@ -342,17 +373,20 @@ class _Reading:
         unit_s = seen.over_time(lambda units: units) * own
         overhead_s = 0.0 if GPU in action.demand.pools else outcome.overhead_s
         unit_s += overhead_s
+        slower = self.together.get(seen.batch, 1) ** BATCH_GROWTH
         busy = outcome.usage.cpu_s / unit_s if unit_s > 0.0 else 1.0
         return Step(
             kind=action.kind,
             key=action.key,
             demand=action.demand,
             service=action.service,
-            work_s=max(SECONDS_MIN, seen.over_time(law.at) * own),
+            work_s=max(SECONDS_MIN, seen.over_time(law.at) * own / slower),
             busy=max(BUSY_MIN, min(busy, seen.cores_max)),
             speedup=law,
             overhead_s=overhead_s,
             task="" if action.task == task else action.task,
+            spent=outcome.usage.spent,
+            at_once=action.at_once,
         )
 
     def _law(self, action: Action) -> Speedup:
@@ -375,9 +409,17 @@ class _Reading:
                 memory_gib=WEIGHTS_GIB * smallest[name],
                 restore_s=_median(self.restores_s.get(name, [])),
                 degrees=choices,
+                batch_max=self.batch_max.get(name, 1),
             )
             for name, choices in degrees.items()
         )
+
+    def apis(self) -> tuple[ApiModel, ...]:
+        """`name` counts what is under way, `name/...` what a window allows."""
+        limits: dict[str, list[ApiLimit]] = {}
+        for kind, pool in self.quotas.items():
+            limits.setdefault(kind.partition("/")[0], []).append(ApiLimit(pool=pool, counting=_counting(pool)))
+        return tuple(ApiModel(name=name, limits=tuple(found)) for name, found in limits.items())
 
 
 def _turns(members: list[_Seen]) -> Iterator[list[_Seen]]:
@@ -393,22 +435,12 @@ def _turns(members: list[_Seen]) -> Iterator[list[_Seen]]:
     yield together
 
 
+def _counting(pool: Pool) -> Counting:
+    """As its scheduler counted: of the API itself a trace says nothing."""
+    if pool.window is not None and pool.window.sliding:
+        return Counting.SLIDING
+    return Counting.BUCKET if pool.window is not None and pool.window.bucket else Counting.FIXED
+
+
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
-
-
-def _apis(pools: tuple[Pool, ...]) -> tuple[ApiModel, ...]:
-    """Quotas as the trace had them: `name` counts what is in flight, `name/...` what a window allows."""
-    apis: dict[str, ApiModel] = {}
-    for pool in pools:
-        if pool.node:
-            continue
-        name = pool.kind.partition("/")[0]
-        before = apis.get(name, ApiModel(name=name))
-        if pool.window is None:
-            apis[name] = msgspec.structs.replace(before, concurrency=pool.total)
-        else:
-            apis[name] = msgspec.structs.replace(
-                before, per_window=pool.total, window_s=pool.window.seconds, bucket=pool.window.bucket
-            )
-    return tuple(apis.values())

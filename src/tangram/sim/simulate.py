@@ -12,14 +12,17 @@ from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import Baseline, PodsConfig, pods_config
-from tangram.sim.engine import Engine, Orchestrator
+from tangram.sim.engine import DEVICE_MEMORY_GIB, Engine, Orchestrator
 from tangram.sim.episode import Workload
 from tangram.sim.faults import Fault, inject
+from tangram.sim.on_demand import NAME as ON_DEMAND
+from tangram.sim.on_demand import OnDemand, OnDemandConfig, without_restores
 from tangram.sim.oracle import Oracle
 from tangram.sim.result import Result
 
 BASELINES = {
     "pods:R": "one pod per trajectory with a request of R cores, fixed devices per service, uncontrolled API calls",
+    ON_DEMAND: "device calls alone: a model is loaded when it is asked for, on a fixed number of devices",
     "alone": "every action alone on cores of its own: no waiting, no sharing; the most any scheduler could reach",
 }
 """Names beside the policies that `simulate` takes."""
@@ -36,6 +39,7 @@ def simulate(
     limits: Limits | None = None,
     faults: tuple[Fault, ...] = (),
     pods: PodsConfig | None = None,
+    on_demand: OnDemandConfig | None = None,
     timeout_s: float | None = None,
     observer: Callable[[float, Event, list[Effect]], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -50,9 +54,16 @@ def simulate(
     if name == "alone":
         # Its calls are not held back, so an API that counted them would refuse what no scheduler would have sent.
         pools, workload = _endless(pools), msgspec.structs.replace(workload, apis=())
+    orchestrator: Orchestrator
+    if name == ON_DEMAND:
+        config = on_demand or OnDemandConfig()
+        orchestrator = OnDemand(pools, workload.services, config)
+        workload = without_restores(workload, config, DEVICE_MEMORY_GIB)
+    else:
+        orchestrator = _orchestrator(name, workload, pools, knowledge, limits, pods)
     engine = Engine(
         workload,
-        _orchestrator(name, workload, pools, knowledge, limits, pods),
+        orchestrator,
         pools,
         name=name,
         hints=knowledge == "hints",

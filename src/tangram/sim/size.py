@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tangram.core.demand import CORE, CPU, GPU, Demand
-from tangram.core.messages import Pool, Window, cpu_node
+from tangram.core.messages import Pool, cpu_node
 from tangram.errors import InvalidConfig
 from tangram.sim.episode import Episode, ServiceModel, Step, Workload
 
@@ -56,7 +56,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
             pools.extend(self._cpu_pools())
         if GPU in kinds:
             pools.extend(self._gpu_pools())
-        pools.extend(_quotas(workload, list(kinds)))
+        pools.extend(pool for api in workload.apis for pool in api.pools)
         _check(workload, demands, pools)
         return tuple(pools)
 
@@ -174,16 +174,6 @@ def _demands(workload: Workload) -> Iterator[tuple[Demand, Step]]:
                 if id(step.demand) not in seen:
                     seen[id(step.demand)] = None
                     yield step.demand, step
-
-
-def _quotas(workload: Workload, kinds: list[str]) -> Iterator[Pool]:
-    """A pool per limit of each API, under the name by which the demands ask for it."""
-    for api in workload.apis:
-        if api.concurrency:
-            yield Pool(kind=api.name, total=api.concurrency)
-        if api.per_window:
-            kind = next((kind for kind in kinds if kind.startswith(f"{api.name}/")), api.name)
-            yield Pool(kind=kind, total=api.per_window, window=Window(seconds=api.window_s, bucket=api.bucket))
 
 
 def _check(workload: Workload, demands: list[tuple[Demand, Step]], pools: list[Pool]) -> None:

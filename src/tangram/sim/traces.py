@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import msgspec
 from tangram.core.demand import CPU, GPU, Demand, cores, learned, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig, InvalidTrace
-from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
+from tangram.sim.episode import ApiLimit, ApiModel, Episode, ServiceModel, Step, Turn, Workload
 from tangram.sim.record import SECONDS_MAX, is_recording, load_recording
 from tangram.sim.workloads import elastic, options
 from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY, REWARD_CORES_MIN
@@ -90,8 +90,16 @@ def load_all(paths: Sequence[str | Path], *, batch: int | None = None, seed: int
             for episode in workload.episodes
         ),
         services=tuple({service.name: service for workload in workloads for service in workload.services}.values()),
-        apis=tuple({api.name: api for workload in workloads for api in workload.apis}.values()),
+        apis=_shared(api for workload in workloads for api in workload.apis),
     )
+
+
+def _shared(apis: Iterable[ApiModel]) -> tuple[ApiModel, ...]:
+    """Each API once, with all that any of the workloads has it count; the last one says how much."""
+    limits: dict[str, dict[str, ApiLimit]] = {}
+    for api in apis:
+        limits.setdefault(api.name, {}).update({limit.pool.kind: limit for limit in api.limits})
+    return tuple(ApiModel(name=name, limits=tuple(found.values())) for name, found in limits.items())
 
 
 def _drawn(recorded: Workload, batch: int | None, seed: int) -> Workload:

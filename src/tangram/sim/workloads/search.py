@@ -17,7 +17,8 @@ import math
 import numpy as np
 
 from tangram.core.demand import GPU, Demand, fixed
-from tangram.sim.episode import ApiModel, Episode, ServiceModel, Step, Turn, Workload
+from tangram.managers.quota import Quota, Rate
+from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
 from tangram.sim.workloads import options
 from tangram.sim.workloads.fit import lognormal, lognormal_by_mean, stream
 
@@ -43,11 +44,8 @@ HEADROOM = 1.25
 """Quotas that are not given are this much above the mean need: enough over time, too little for the bursts."""
 
 WINDOW_S = 60.0
-
-
-def window_kind(api: str) -> str:
-    """The pool kind of an API's requests per window; the API's name itself is the kind of its concurrency."""
-    return f"{api}/min"
+SEARCH_TOKENS = 1000
+"""Of one search where tokens are counted: ten results with their snippets. An order of magnitude, not measured."""
 
 
 def build(
@@ -59,25 +57,33 @@ def build(
     spread_s: float = 0.0,
     search_concurrency: int | None = None,
     search_per_minute: int | None = None,
+    search_tokens_per_minute: int | None = None,
     fetch_concurrency: int | None = None,
 ) -> Workload:
-    """The quotas are those that the APIs enforce; None sizes them to the batch."""
+    """The quotas are those that the APIs enforce; None sizes them to the batch, but tokens are counted only if given.
+
+    The APIs count in fixed windows of one minute, which begin at a second that depends on the seed.
+    """
     options.word("run", run)
     options.whole("group", group)
     options.number("spread_s", spread_s)
-    apis = (
-        ApiModel(
-            name="search",
-            concurrency=_quota("search_concurrency", search_concurrency, batch * SEARCH_RATE * SEARCH.mean()),
-            per_window=_quota("search_per_minute", search_per_minute, batch * SEARCH_RATE * WINDOW_S),
-            window_s=WINDOW_S,
-        ),
-        ApiModel(
-            name="fetch",
-            concurrency=_quota("fetch_concurrency", fetch_concurrency, batch * FETCH_RATE * FETCH.mean()),
-        ),
+    per_minute = _units("search_per_minute", search_per_minute, batch * SEARCH_RATE * WINDOW_S)
+    search = Quota(
+        name="search",
+        concurrent=_units("search_concurrency", search_concurrency, batch * SEARCH_RATE * SEARCH.mean()),
+        requests=Rate(per_minute, WINDOW_S),
+        tokens=_tokens(search_tokens_per_minute),
     )
-    demands = [_demand(api) for api in apis]
+    fetch = Quota(
+        name="fetch",
+        concurrent=_units("fetch_concurrency", fetch_concurrency, batch * FETCH_RATE * FETCH.mean()),
+    )
+    demands = [
+        Demand(search.demand(tokens=SEARCH_TOKENS if search.tokens is not None else 0)),
+        Demand(fetch.demand()),
+    ]
+    phase_s = WINDOW_S * float(stream("search", seed, "window").random())
+    apis = tuple(api_model(quota, phase_s=phase_s) for quota in (search, fetch))
     episodes = []
     for k in range(batch):
         rng = stream("search", seed, "episode", k)
@@ -94,19 +100,18 @@ def build(
     return Workload(name="search", seed=seed, episodes=tuple(episodes), services=(JUDGE_SERVICE,), apis=apis)
 
 
-def _quota(option: str, given: int | None, mean_need: float) -> int:
+def _units(option: str, given: int | None, mean_need: float) -> int:
     if given is None:
         return max(QUERIES[1], math.ceil(HEADROOM * mean_need))
     options.whole(option, given)
     return given
 
 
-def _demand(api: ApiModel) -> Demand:
-    """One unit of each quota that the API has."""
-    pools = {api.name: fixed(1)}
-    if api.per_window:
-        pools[window_kind(api.name)] = fixed(1)
-    return Demand(pools)
+def _tokens(given: int | None) -> Rate | None:
+    if given is None:
+        return None
+    options.whole("search_tokens_per_minute", given, least=SEARCH_TOKENS)
+    return Rate(given, WINDOW_S)
 
 
 def _turns(rng: np.random.Generator, search: Demand, fetch: Demand) -> tuple[Turn, ...]:
