@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.bench import BenchResult, Goal, coding, elastic, scheduler_cost, sizing
+from tangram.bench import BENCHES, BenchResult, Goal, coding, elastic, scheduler_cost, sizing, teachers
 from tangram.bench.base import PRINTED, at_least, at_most
 from tangram.core.messages import cpu_node
 from tangram.sim.simulate import simulate
@@ -27,6 +27,7 @@ ELASTIC = elastic.Sizes(
     ),
 )
 SIZING = sizing.Sizes(batch=16, cores_step=1, teachers_batch=48, seeds=2)
+TEACHERS = teachers.Sizes(batches=(48, 96), services=3, nodes=2, targets=(1, 8), seeds=2)
 COST = scheduler_cost.Sizes(
     cores=8,
     sandboxes=16,
@@ -60,6 +61,7 @@ GOALS = {
         "bound_ratio_07": at_most(2.8),
     },
     "sizing": {"cores_saved": at_least(0.75), "devices_saved": at_least(0.712)},
+    "teachers": {"devices_saved": at_least(0.712)},
     "scheduler-cost": {
         "us_per_action_4e1": at_most(60.0),
         "growth_4e2": at_most(3.0),
@@ -80,6 +82,7 @@ def small(name: str) -> BenchResult:
         "coding": (coding.measure, CODING),
         "elastic": (elastic.measure, ELASTIC),
         "sizing": (sizing.measure, SIZING),
+        "teachers": (teachers.measure, TEACHERS),
         "scheduler-cost": (scheduler_cost.measure, COST),
     }[name]
     result: BenchResult = measure(sizes, trace=None, processes=1, progress=_silent)  # type: ignore[operator]
@@ -110,7 +113,7 @@ def test_a_result_says_what_it_is_and_what_it_depends_on(name: str) -> None:
     assert result.settings and result.notes
 
 
-@pytest.mark.parametrize("module", [coding, elastic, sizing])
+@pytest.mark.parametrize("module", [coding, elastic, sizing, teachers])
 def test_ten_seeds_and_three_with_quick(module: object) -> None:
     assert module.FULL.seeds >= 10 and module.QUICK.seeds == 3  # type: ignore[attr-defined]
 
@@ -183,6 +186,69 @@ def test_nothing_is_saved_if_no_size_is_enough() -> None:
 def test_devices_come_in_nodes_of_which_the_last_may_be_smaller() -> None:
     assert [pool.total for pool in sizing.device_nodes(19, 8)] == [8, 8, 3]
     assert [pool.total for pool in sizing.device_nodes(8, 8)] == [8]
+
+
+# ---- teachers -------------------------------------------------------------------------------------------------
+
+
+def test_all_published_ratios_are_printed_and_the_benchmark_is_listed() -> None:
+    assert "teachers" in BENCHES
+    ratios = {f"act_vs_{side}_{batch}" for side in ("static", "on_demand") for batch in teachers.FULL.batches}
+    assert teachers.PUBLISHED.keys() < ratios
+    assert teachers.QUICK.batches == teachers.FULL.batches
+    assert {f"act_vs_{side}_{batch}" for side in ("static", "on_demand") for batch in (48, 96)} < small(
+        "teachers"
+    ).metrics.keys()
+
+
+def test_a_published_ratio_has_no_goal_but_is_compared_in_a_note() -> None:
+    sizes = teachers.Sizes(batches=(1024,), services=10, targets=(8,), seeds=1)
+    seed = [dict.fromkeys((*teachers.SHOWN, "late_share", "busiest_share", "peak_load"), 2.0)]
+    found = teachers.Findings()
+    teachers._compare(found, sizes, dict.fromkeys(teachers._sides(sizes), seed), 1024)
+    teachers._explain(found, sizes)
+    assert found.goals == {"act_vs_static_1024": PRINTED, "act_vs_on_demand_1024": PRINTED}
+    assert any("act_vs_on_demand_1024 1, there 101.8" in note for note in found.notes)
+
+
+def test_on_demand_is_compared_with_its_best_setting() -> None:
+    metrics = small("teachers").metrics
+    for batch in TEACHERS.batches:
+        for variant in ("", "_engine_start", "_router"):
+            best = metrics[f"act_vs_on_demand_{batch}{variant}"]
+            assert best <= metrics[f"act_vs_on_demand_{batch}{variant}_target_1"] * 1.001
+            assert metrics[f"on_demand_target_{batch}{variant}"] in TEACHERS.targets
+
+
+def test_what_the_released_system_does_besides_makes_it_slower() -> None:
+    metrics = small("teachers").metrics
+    for batch in TEACHERS.batches:
+        for variant in ("_engine_start", "_router"):
+            assert metrics[f"act_vs_on_demand_{batch}{variant}"] > metrics[f"act_vs_on_demand_{batch}"]
+
+
+def test_every_side_of_teachers_shows_the_same_numbers() -> None:
+    sides = small("teachers").sides
+    assert list(sides) == [f"{name} {batch}" for batch in (48, 96) for name in ("by action", "static", "on demand")]
+    for name, numbers in sides.items():
+        assert tuple(numbers) == teachers.SHOWN
+        assert 0.0 < numbers["device_use"] <= 1.0 and 0.0 <= numbers["waiting_share"] <= 1.0
+        assert numbers["restores_per_call"] > 0.0, f"{name} has loaded every model at least once"
+
+
+def test_the_same_calls_are_played_by_all_sides_and_shapes_differ_as_they_say() -> None:
+    plain, even, half = (teachers.shaped(TEACHERS, 96, shape, 1) for shape in ("", "even", "half"))
+    assert plain == teachers.shaped(TEACHERS, 96, "", 1)
+    asked = [sum(each.task == f"domain-{k}" for each in even.episodes) for k in range(3)]
+    assert asked == [32, 32, 32]
+    for before, after in zip(plain.episodes, half.episodes, strict=True):
+        assert after.turns[0].think_s == before.turns[0].think_s / 2.0
+        assert after.turns[0].steps == before.turns[0].steps
+
+
+def test_the_peak_is_the_most_work_that_comes_within_a_minute() -> None:
+    assert teachers._peak_s([(0.0, 5.0), (30.0, 7.0), (59.0, 1.0), (61.0, 4.0), (300.0, 12.0)]) == 13.0
+    assert teachers._peak_s([(0.0, 5.0), (60.0, 6.0)]) == 6.0, "the first one is a minute ago"
 
 
 # ---- scheduler-cost -------------------------------------------------------------------------------------------

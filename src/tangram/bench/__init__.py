@@ -20,6 +20,7 @@ BENCHES = {
     "coding": "tool calls and rewards of coding agents: a pod per trajectory against sharing cores by action",
     "elastic": "elastic actions at stated loads: the published algorithm against ours, and both against a bound",
     "sizing": "cores and devices that give the same mean action completion time as today's reservations",
+    "teachers": "models on devices by action, against devices of their own and against loading them on demand",
     "exec": "what an action costs beside its program: opening, executing, keeping a sandbox open",
     "functions": "what a call of a function costs, how fast it scales from nothing, and what scaling saves",
     "cpu": "whether an action gets the CPU that it was granted, no less and no more",

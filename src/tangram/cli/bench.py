@@ -140,6 +140,9 @@ SIDES = {
     "unwanted_share": "free, and nobody waits",
     "others_use": "used by other programs",
     "reward_mean": "reward",
+    "waiting_share": "of the mean, waiting",
+    "device_use": "device use",
+    "restores_per_call": "restores per call",
 }
 """Words for the numbers of a side."""
 
