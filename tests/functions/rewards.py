@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
+import decimal
+import enum
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tangram.client.functions import function
 
@@ -63,6 +69,16 @@ def noted(log: str, wait_for: str = "") -> int:
     return os.getpid()
 
 
+@declared(idle_s=30.0)
+def stubborn(log: str, wait_for: str) -> int:
+    """Does not end when it is asked to."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(log)
+    while not Path(wait_for).exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
 @declared(max_instances=8)
 def held(log: str, wait_for: str) -> int:
     note(log)
@@ -108,9 +124,50 @@ def raises_unprintable() -> None:
 def returns(what: str) -> Any:
     import numpy
 
-    found = {"object": object(), "large": bytes(20 << 20), "huge int": 1 << 70, "function": raises}
-    numbers = {"float32": numpy.float32(0.5), "int64": [numpy.int64(3)], "tuple": (1, {"a": b"b"}), "set": {1}}
-    return (found | numbers)[what]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    found = {"large": bytes(20 << 20), "huge int": 1 << 70, "half a character": "\udcff", "deep": deep}
+    numbers = {"float32": numpy.float32(0.5), "int64": [numpy.int64(3)], "bool": {"x": numpy.bool_(True)}}
+    plain = {"tuple": (1, {"a": b"b"}), "counter": Counter("aab"), "bytearray": [bytearray(b"x")], "text": [Text("x")]}
+    keys = {"keys": {(1, 2): 3, None: 4, 5: 6.0, True: [(7,)]}, "infinite": [float("inf")], "nothing": None}
+    return (found | numbers | plain | keys)[what]
+
+
+class Text(str):
+    pass
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Point(NamedTuple):
+    x: int
+
+
+@dataclass
+class Score:
+    value: float
+
+
+@declared()
+def returns_foreign(what: str) -> Any:
+    import numpy
+
+    moment = datetime.datetime(2020, 1, 1)
+    found = {
+        "object": object(), "function": raises, "moment": {"when": moment}, "date": [0, moment.date()],
+        "decimal": {"a": [1, (decimal.Decimal("1.5"),)]}, "uuid": uuid.UUID(int=1), "set": {"of": {1}},
+        "key": {moment: 1}, "enum": [Colour.RED], "level": Level.LOW, "record": {"best": Score(0.5)}, "point": Point(1),
+        "array": numpy.zeros(2), "numpy moment": numpy.datetime64(5, "ns"), "numpy span": numpy.timedelta64(5, "ns"),
+        "complex": [1j], "generator": (number for number in ()),
+    }  # fmt: skip
+    return found[what]
 
 
 @declared(idle_s=30.0)
@@ -124,6 +181,72 @@ def exhausts() -> int:
     grown = []
     while True:
         grown.append(bytearray(8 << 20))
+
+
+@declared(memory="64MiB")
+def aborts(how: str) -> None:
+    """As libraries of C do that get no memory: it is for them alone to know."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    if how == "without memory":
+        while block := libc.malloc(1 << 20):
+            ctypes.memset(block, 1, 1 << 20)
+    if how == "with words":
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+    os.abort()
+
+
+class Swells:
+    """Small when it is pickled, and 100 MiB when it is read."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (100 << 20,)
+
+
+@declared(memory="64MiB")
+def takes_little(value: Any) -> int:
+    return len(value)
+
+
+@declared(processes=20)
+def multiplies(log: str, how: str) -> None:
+    """Starts more than it may have, though not for ever."""
+    threading.stack_size(1 << 18)  # so that it is not its memory that stops it
+    for _ in range(300):
+        if how == "threads":
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        elif os.fork() == 0:
+            if how == "daemons" and (os.setsid() or os.fork()):  # type: ignore[func-returns-value]
+                os._exit(0)
+            note(log)
+            time.sleep(600)
+    time.sleep(600)
+
+
+@declared(processes=20)
+def has_few(log: str) -> int:
+    """Fewer than it may have, for long enough to be looked at."""
+    for _ in range(10):
+        if os.fork() == 0:
+            note(log)
+            time.sleep(600)
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    time.sleep(1.0)
+    return 10
+
+
+class Grader:
+    """Of a class a function can be a part, as long as it is not bound to an object."""
+
+    @staticmethod
+    @declared()
+    def above(value: int) -> int:
+        return value + 1
+
+    @declared()
+    @staticmethod
+    def below(value: int) -> int:
+        return value - 1
 
 
 @declared()

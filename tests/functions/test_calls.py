@@ -11,13 +11,20 @@ from pathlib import Path
 
 import pytest
 from tests.functions import rewards
-from tests.functions.conftest import Bench, below, lines, living, until
+from tests.functions.conftest import DEADLINE_S, Bench, below, lines, living, until
 
+import tangram
+from tangram import Quota, Rate
 from tangram.client import functions as module
-from tangram.client.functions import function
-from tangram.errors import AdmissionRefused, FunctionFailed, InvalidAction, TangramError
+from tangram.client.checks import Life
+from tangram.client.functions import Functions, function
+from tangram.client.transport import Pending
+from tangram.core.action import Action
+from tangram.core.messages import Event
+from tangram.errors import ActionTimedOut, AdmissionRefused, FunctionFailed, InvalidAction, TangramError
 from tangram.managers.functions import leases
 from tangram.managers.functions.recall import ENTRY_BYTES, Recall
+from tangram.managers.work import Work
 
 Run = Callable[..., None]
 
@@ -86,12 +93,17 @@ def test_the_width_of_a_function_is_set_before_it_is_imported(run: Run) -> None:
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("what", "value"), [("float32", 0.5), ("int64", [3]), ("tuple", [1, {"a": b"b"}]), ("set", [1])]
-)
-def test_plain_values_and_numbers_of_numpy_come_back(run: Run, what: str, value: object) -> None:
+def test_plain_values_and_what_is_equal_to_them_come_back(run: Run) -> None:
+    expected: dict[str, object] = {
+        "float32": 0.5, "int64": [3], "bool": {"x": True}, "tuple": [1, {"a": b"b"}], "counter": {"a": 2, "b": 1},
+        "bytearray": [b"x"], "text": ["x"], "keys": {(1, 2): 3, None: 4, 5: 6.0, True: [[7]]},
+        "infinite": [float("inf")], "nothing": None,
+    }  # fmt: skip
+
     async def test(bench: Bench) -> None:
-        assert await bench.call(rewards.returns, what) == value
+        for what, value in expected.items():
+            found = await bench.call(rewards.returns, what)
+            assert (found, type(found)) == (value, type(value))
 
     run(test)
 
@@ -213,7 +225,7 @@ def test_recall_forgets_the_longest_unused_first_and_keeps_its_bound() -> None:
 def test_what_cannot_be_meant_is_said_where_it_is_written(run: Run) -> None:
     for options in (
         {"cpus": (1, 2)}, {"cpus": 0}, {"memory": "1MiB"}, {"max_instances": 0}, {"idle_s": 0}, {"timeout_s": -1},
-        {"retries": -1}, {"pure": 1},
+        {"retries": -1}, {"pure": 1}, {"processes": 0},
     ):  # fmt: skip
         with pytest.raises(InvalidAction, match=next(iter(options))):
             function(**options)(len)  # type: ignore[arg-type]
@@ -235,6 +247,95 @@ def test_what_cannot_be_meant_is_said_where_it_is_written(run: Run) -> None:
             await bench.call(rewards.takes, large)
 
     run(test)
+
+
+def test_a_method_is_refused_where_it_is_declared() -> None:
+    with pytest.raises(InvalidAction, match=r"never bound to an object.*Grader\.score"):
+
+        class Grader:
+            @function()
+            def score(self, value: int) -> int:
+                return value
+
+    with pytest.raises(InvalidAction, match="never bound to an object"):
+
+        class Other:
+            @classmethod
+            @function()
+            def score(cls, value: int) -> int:
+                return value
+
+    with pytest.raises(InvalidAction, match="something that can be called"):
+        function()(classmethod(len))  # type: ignore[arg-type]
+
+    def score(self: int) -> int:  # no method, whatever its argument is called
+        return self
+
+    assert function()(score)(1) == 1
+    assert function()("a b".split)() == ["a", "b"]
+
+
+def test_a_static_method_is_a_function(run: Run) -> None:
+    async def test(bench: Bench) -> None:
+        assert await bench.call(rewards.Grader.above, 1) == rewards.Grader().above(1) == 2
+        assert await bench.call(rewards.Grader.below, 1) == rewards.Grader().below(1) == 0
+        assert rewards.Grader.below.spec().qualname == "Grader.below"  # it goes by its name
+
+    run(test)
+
+
+def test_a_call_needs_its_quotas_together_with_its_instance(tmp_path: Path) -> None:
+    log, go = tmp_path / "log", tmp_path / "go"
+
+    async def main() -> None:
+        limits = [Quota("search", concurrent=1), Quota("judge", tokens=Rate(100, 3600.0))]
+        asked = {"search": 1, "judge": {"tokens": 40}}
+        async with asyncio.timeout(DEADLINE_S), tangram.connect(backend="process", cores=2, quotas=limits) as t:
+            first, second = [
+                asyncio.create_task(t.call(rewards.noted, str(log), str(go), quotas=asked)) for _ in range(2)
+            ]
+            await until(lambda: lines(log))
+            with pytest.raises(ActionTimedOut, match="while it waited"):  # it has an instance, and no quota
+                await t.call(rewards.noted, str(log), quotas="search", deadline_s=0.1)
+            go.touch()
+            assert [str(await first), str(await second)] == lines(log)
+            with pytest.raises(ActionTimedOut, match="while it waited"):  # 20 tokens are left for this hour
+                await t.call(rewards.noted, str(log), quotas={"judge": {"tokens": 40}}, deadline_s=0.1)
+            with pytest.raises(InvalidAction, match="missing"):
+                await t.call(rewards.noted, str(log), quotas="missing")
+            assert len(lines(log)) == 2
+
+    asyncio.run(main())
+
+
+class Refusing:
+    """Notes what was submitted, and takes nothing in."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def submit(self, action: Action, work: Work) -> Pending:
+        self.actions.append(action)
+        raise AdmissionRefused("test", "not now")
+
+    def tell(self, event: Event) -> None:
+        pass
+
+
+def test_what_a_call_spends_of_a_quota_counts_from_its_end() -> None:
+    async def main() -> None:
+        transport, life = Refusing(), Life("the connection")
+        life.begin(asyncio.get_running_loop())
+        life.opened()
+        calls = Functions(transport, life, "test", lambda name: Quota(name, requests=Rate(5, 60.0)))
+        for target in (rewards.add, tangram.endpoint("http://x")):
+            for quotas in (None, {"search": 2}):
+                assert (await calls.try_call(target, 1, quotas=quotas)).kind == "refused"
+        assert [action.at_once for action in transport.actions] == [True, False] * 2
+        for action in transport.actions[1::2]:
+            assert action.demand.pools["search/requests"].max == 2
+
+    asyncio.run(main())
 
 
 def test_what_the_node_has_not_is_refused(run: Run) -> None:

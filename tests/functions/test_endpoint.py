@@ -152,14 +152,31 @@ def test_two_calls_with_one_key_post_once(run: Run) -> None:
     played(run, (adds,), test)
 
 
-@pytest.mark.parametrize("status", [502, 503, 504, 429, 500])
-def test_too_busy_twice_and_then_well_is_a_value(run: Run, status: int) -> None:
+PAGE = b"<html><h1>500 Internal Server Error</h1><hr>nginx</html>"
+OVERLOADED = b'{"error": {"type": "overloaded_error"}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (502, b""),
+        (503, b""),
+        (504, b"{}"),
+        (429, b""),
+        (500, b""),
+        (500, PAGE),
+        (520, PAGE),
+        (529, OVERLOADED),
+        (599, b""),
+    ],
+)
+def test_too_busy_twice_and_then_well_is_a_value(run: Run, status: int, body: bytes) -> None:
     async def test(bench: Bench, server: Server) -> None:
         result = await bench.try_call(at(server), left=1, right=2)
         assert result.value == {"score": 3} and len(server.requests) == 3
         assert len({request.head.split("Idempotency-Key: ")[1].split("\r\n")[0] for request in server.requests}) == 1
 
-    played(run, (says(status), says(status), adds), test)
+    played(run, (says(status, body), says(status, body), adds), test)
 
 
 def test_retry_after_is_waited_for_unless_it_is_too_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,19 +202,26 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(run: Run, monkeypatch: 
     played(run, tuple(busy), test)
 
 
-def test_a_500_with_an_answer_and_a_4xx_are_errors_of_the_function_at_once(run: Run) -> None:
+def test_a_500_with_json_and_a_4xx_are_errors_of_the_function_at_once(run: Run) -> None:
     async def test(bench: Bench, server: Server) -> None:
         score = at(server)
-        for status in (500, 422, 404, 302):
+        for status in (500, 501, 505, 422, 404, 302):
             result = await bench.try_call(score)
             assert result.kind == "error" and result.error is not None
             assert (result.error.kind, result.error.message) == ("answer", f"it said {status}")
         assert result.error.traceback == "moved"
-        assert len(server.requests) == 4
+        assert len(server.requests) == 6
         with pytest.raises(FunctionFailed, match="it said 302"):
             await bench.call(score)
 
-    script = (says(500, b"ValueError"), says(422, b"left is missing"), says(404), says(302, b"moved", Location="/x"))
+    script = (
+        says(500, b'"ValueError"'),
+        says(501, PAGE),
+        says(505),
+        says(422, b"left is missing"),
+        says(404),
+        says(302, b"moved", Location="/x"),
+    )
     played(run, script, test)
 
 
@@ -231,6 +255,8 @@ def test_an_answer_that_is_too_large_is_an_error_of_the_function(run: Run) -> No
         (garbage, "Error: "),
         (breaks_off, "Error: "),
         (says(503), "said 503"),
+        (says(500, PAGE), "said 500"),
+        (says(520, PAGE), "said 520"),
     ],
 )
 def test_what_never_brings_an_answer_is_lost_after_its_retries(run: Run, script: Say, said: str) -> None:
@@ -280,9 +306,69 @@ def test_cancelled_while_it_waits_for_an_answer_it_goes_at_once(run: Run) -> Non
     played(run, (never,), test)
 
 
-def test_what_is_no_address_is_said_where_it_is_written() -> None:
-    for url in ("ftp://x", "127.0.0.1:9000", 5):
-        with pytest.raises(InvalidAction, match="url"):
-            endpoint(url)  # type: ignore[arg-type]
-    with pytest.raises(InvalidAction, match="retries"):
-        endpoint("http://x", retries=-1)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://x", "127.0.0.1:9000", 5, "http://h:abc/", "http://h:99999/", "http://h:0/", "http:///x", "http://",
+        "http://x/a\nb", "http://x /a", "http://[::1/x", "http://..x/", "http://x\udcff/",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_said_where_it_is_written(url: Any) -> None:
+    with pytest.raises(InvalidAction, match="url"):
+        endpoint(url)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ["a"], "a", 0, {"a": 1}, {1: "a"}, {"a": "b\nc"}, {"a": "b\r\nHost: c"}, {"a": "b\0"}, {"a b": "c"}, {"": "c"},
+        {"a:": "c"}, {"a": "\udcff"}, {"content-length": "5"}, {"Transfer-Encoding": "chunked"},
+    ],
+)  # fmt: skip
+def test_what_is_no_header_is_said_where_it_is_written(headers: Any) -> None:
+    with pytest.raises(InvalidAction, match="headers"):
+        endpoint("http://x", headers=headers)
+
+
+def test_what_an_endpoint_cannot_mean_is_said_where_it_is_written() -> None:
+    assert endpoint("http://süß.example:80/ä?b=c", headers={"X-Key": "süß\t"}).max_concurrency == 16
+    for options in ({"retries": -1}, {"max_concurrency": 0}, {"timeout_s": 0}):
+        with pytest.raises(InvalidAction, match=next(iter(options))):
+            endpoint("http://x", **options)
+
+
+def test_headers_replace_ours_whatever_their_case(run: Run) -> None:
+    async def test(bench: Bench, server: Server) -> None:
+        given = {"content-type": "application/x-ours", "X-Key": "süß"}
+        await bench.call(at(server, headers=given), left=1, right=2)
+        head = server.requests[0].head
+        assert head.lower().count("content-type:") == 1 and "application/x-ours" in head and "X-Key: süß\r\n" in head
+
+    played(run, (adds,), test)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\r\nHost: b", "\udcff", "\0"])
+def test_a_key_that_no_header_can_hold_is_said_at_once(run: Run, key: str) -> None:
+    async def test(bench: Bench, server: Server) -> None:
+        with pytest.raises(InvalidAction, match="idempotency_key"):
+            await bench.call(at(server), left=1, right=2, idempotency_key=key)
+        assert server.requests == []
+
+    played(run, (adds,), test)
+
+
+@pytest.mark.parametrize(
+    ("said", "where"),
+    [
+        (float("nan"), r"arguments: nan"),
+        ({"a": None, "score": [1.0, float("-inf")]}, r"arguments\['score'\]\[1\]: -inf"),
+    ],
+)
+def test_numbers_that_json_has_not_are_said_at_once(run: Run, said: object, where: str) -> None:
+    async def test(bench: Bench, server: Server) -> None:
+        with pytest.raises(InvalidAction, match=where):
+            await bench.call(at(server), said)
+        assert server.requests == []
+        assert await bench.call(at(server), {"left": "null", "right": "", "more": None}) == {"score": "null"}
+
+    played(run, (adds,), test)

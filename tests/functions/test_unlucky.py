@@ -54,9 +54,9 @@ def test_raising_does_not_cost_the_instance(run: Run) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("object", "returned a object, which cannot be serialised"),
-        ("function", "returned a Function, which cannot be serialised"),
         ("huge int", "ints"),
+        ("half a character", "returned a str, which cannot be serialised"),
+        ("deep", "RecursionError"),
         ("large", "at most 16777216 can be taken"),
     ],
 )
@@ -65,6 +65,40 @@ def test_what_cannot_be_serialised_is_an_error_that_says_so(run: Run, what: str,
         result = await bench.try_call(rewards.returns, what)
         assert result.kind == "error" and result.error is not None
         assert result.error.kind == "unserialisable" and said in result.error.message
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("object", "result: object"),
+        ("function", "result: Function"),
+        ("moment", 'result["when"]: datetime'),
+        ("date", "result[1]: date"),
+        ("decimal", 'result["a"][1][0]: Decimal'),
+        ("uuid", "result: UUID"),
+        ("set", 'result["of"]: set'),
+        ("key", "result (a key): datetime"),
+        ("enum", "result[0]: Colour"),
+        ("level", "result: Level"),
+        ("record", 'result["best"]: Score'),
+        ("point", "result: Point"),
+        ("array", "result: ndarray"),
+        ("numpy moment", "result: datetime64"),
+        ("numpy span", "result: timedelta64"),
+        ("complex", "result[0]: complex"),
+        ("generator", "result: generator"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_an_error_that_says_where_it_is(
+    run: Run, what: str, said: str
+) -> None:
+    async def test(bench: Bench) -> None:
+        result = await bench.try_call(rewards.returns_foreign, what)
+        assert result.kind == "error" and result.error is not None
+        assert result.error.kind == "unserialisable"
+        assert f"what would not come back as it is: {said}; return" in result.error.message
 
     run(test)
 
@@ -100,11 +134,50 @@ def test_memory_beyond_the_limit_is_an_error_of_the_function(run: Run) -> None:
     run(test)
 
 
-def test_arguments_beyond_the_memory_are_an_error_of_the_function(run: Run) -> None:
+@pytest.mark.parametrize("value", [bytes(60 << 20), rewards.Swells()], ids=["large", "swelling"])
+def test_arguments_beyond_the_memory_are_an_error_of_the_function(run: Run, value: object) -> None:
     async def test(bench: Bench) -> None:
-        result = await bench.try_call(rewards.takes, [os.urandom(60 << 20)] * 2 + [bytes([1]) * (3 << 20)])
-        assert result.kind == "value" or (result.error is not None and result.error.kind == "memory")
-        assert await bench.call(rewards.takes, 1) == "int"
+        assert await bench.call(rewards.takes_little, bytes(5 << 20)) == 5 << 20
+        result = await bench.try_call(rewards.takes_little, value)
+        assert result.error is not None and result.error.kind == "memory"
+        assert "out of memory: it may use 64 MiB" in result.reason
+        assert await bench.call(rewards.takes_little, bytes(5 << 20)) == 5 << 20  # the next one has all of its memory
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("how", "probable"), [("without memory", True), ("with words", True), ("for no reason", False)]
+)
+def test_a_crash_for_want_of_memory_is_said_to_be_one(run: Run, how: str, probable: bool) -> None:
+    async def test(bench: Bench) -> None:
+        result = await bench.try_call(rewards.aborts, how)
+        assert result.error is not None and result.error.kind == "exited"
+        assert "ended by SIGABRT" in result.reason and "64 MiB" in result.reason
+        assert ("has probably run out of its 64 MiB" in result.reason) is probable
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["children", "daemons", "threads"])
+def test_who_has_more_processes_than_it_may_is_ended_with_all_of_them(run: Run, tmp_path: Path, how: str) -> None:
+    log = tmp_path / "log"
+
+    async def test(bench: Bench) -> None:
+        before = below(os.getpid())
+        result = await bench.try_call(rewards.multiplies, str(log), how)
+        assert result.error is not None and result.error.kind == "processes", result.reason
+        assert "processes and threads, and may have 20" in result.reason
+        assert len(below(os.getpid()) - before) == 1  # the template
+        assert not any(living(int(pid)) for pid in lines(log))
+
+    run(test)
+
+
+def test_who_has_fewer_processes_than_it_may_is_left_alone(run: Run, tmp_path: Path) -> None:
+    async def test(bench: Bench) -> None:
+        assert await bench.call(rewards.has_few, str(tmp_path / "log")) == 10
+        assert not any(living(int(pid)) for pid in lines(tmp_path / "log"))
 
     run(test)
 

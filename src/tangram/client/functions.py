@@ -1,25 +1,27 @@
 """Functions, as their user sees them: declared by a decorator, called as actions, answered with a value or a record.
 
-Owns the declaration of a function, how it is shipped, and who shares one answer. The function itself stays what it was:
-calling it directly runs it here. Promises that a caller can tell apart what the function did from what our side did.
+Owns the declaration of a function, how it is shipped, and which answers are kept. The function itself stays what it
+was: calling it directly runs it here. Promises that a caller can tell apart what the function did from what our side
+did, and that no caller shares the deadline or the cancellation of another.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import hashlib
+import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from tangram.client.checks import Life
+from tangram.client.checks import Life, Quotas, quota_demand
 from tangram.client.result import Timing, raise_for
+from tangram.client.sharing import Sharing
 from tangram.client.sizes import amounts, in_bytes
 from tangram.client.transport import Pending
 from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status, Usage
@@ -37,6 +39,7 @@ from tangram.managers.functions.work import (
     INSTANCES_MAX,
     MEMORY_BYTES_MIN,
     NAME_CHARACTERS_MAX,
+    PROCESSES_MAX,
     RETRIES_MAX,
     Call,
     EndpointSpec,
@@ -44,9 +47,12 @@ from tangram.managers.functions.work import (
     FunctionSpec,
     Post,
     answer_of,
+    require_headers,
     require_seconds,
+    require_url,
     require_whole,
 )
+from tangram.managers.quota import Quota
 from tangram.managers.work import MIB, Executed, Work
 from tangram.service.orchestrator import Settled
 
@@ -81,9 +87,13 @@ class Function(Generic[P, R]):
         timeout_s: float | None,
         retries: int,
         pure: bool,
+        processes: int,
     ) -> None:
+        if isinstance(function, staticmethod):
+            function = function.__func__
         if not callable(function):
             raise InvalidAction("function", function, "something that can be called")
+        _require_no_method(function)
         functools.update_wrapper(self, function)
         self.__tangram_function__ = function
         self.cpu = amounts(cpus)
@@ -95,6 +105,8 @@ class Function(Generic[P, R]):
         self.timeout_s = timeout_s
         self.retries = retries
         self.pure = pure
+        self.processes = processes
+        require_whole("processes", processes, 1, PROCESSES_MAX)
         require_whole("max_instances", max_instances, 1, INSTANCES_MAX)
         require_whole("retries", retries, 0, RETRIES_MAX)
         require_seconds("idle_s", idle_s)
@@ -128,6 +140,7 @@ class Function(Generic[P, R]):
         options: dict[str, Any] = dict(
             cpu_units=self.cpu.max, memory_bytes=self.memory_bytes, max_instances=self.max_instances,
             idle_s=float(self.idle_s), retries=self.retries, paths=tuple(sys.path),
+            processes_max=self.processes,
         )  # fmt: skip
         if is_importable(function):
             place: dict[str, Any] = dict(module=function.__module__, qualname=function.__qualname__)
@@ -147,13 +160,17 @@ def function(
     timeout_s: float | None = 60.0,
     retries: int = 2,
     pure: bool = False,
+    processes: int = 512,
 ) -> Callable[[Callable[P, R]], Function[P, R]]:
     """Declare a stateless function, such as a reward: `@tangram.function(cpus=1, max_instances=8)`.
 
     It can be called directly as before. `await t.call(score, ...)` runs it in an instance of its own: up to
     `max_instances` of them run at once, and one that was not called for `idle_s` ends. `memory` is the limit of each of
     its processes, `timeout_s` of each call. `retries`: how often a call is repeated that our side lost. `pure`: the
-    same arguments always give the same value, so it is kept.
+    same arguments always give the same value, so it is kept. `processes`: how many an instance may have, itself
+    included; threads count as well.
+
+    A function is called as it is written, never bound to an object: a method is refused, a static one is not.
     """
     if bare:
         raise InvalidAction("@tangram.function", bare[0], "options by name in parentheses: @tangram.function()")
@@ -161,10 +178,24 @@ def function(
     def declare(function: Callable[P, R]) -> Function[P, R]:
         return Function(
             function, cpus=cpus, memory=memory, max_instances=max_instances, idle_s=idle_s, timeout_s=timeout_s,
-            retries=retries, pure=pure,
+            retries=retries, pure=pure, processes=processes,
         )  # fmt: skip
 
     return declare
+
+
+def _require_no_method(function: Callable[..., Any]) -> None:
+    """In the body of a class the first part of its name is that of the class."""
+    above = getattr(function, "__qualname__", "").rpartition(".")[0]
+    if not above or above.endswith("<locals>"):
+        return
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return  # something of C, which has no signature
+    if first in ("self", "cls"):
+        said = "a function, which is never bound to an object: put it outside of the class, or make it a @staticmethod"
+        raise InvalidAction("@tangram.function", f"the method {title_of(function)}", said)
 
 
 def endpoint(
@@ -176,19 +207,21 @@ def endpoint(
     headers: dict[str, str] | None = None,
 ) -> EndpointSpec:
     """A function that somebody else runs: it takes JSON by POST and answers with JSON. `timeout_s` is that of one
-    attempt; `retries` are made when the endpoint cannot be reached or says that it is too busy."""
-    if not isinstance(url, str):
-        raise InvalidAction("url", url, "an address that begins with http:// or https://")
+    attempt; `retries` are made when the endpoint cannot be reached, says that it is too busy, or something before it
+    fails."""
+    headers = {} if headers is None else headers
+    require_url(url)
+    require_headers(headers)
     parts = urlsplit(url)
     shown = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}".replace("@", "-")
-    said = msgspec.json.encode([url, max_concurrency, timeout_s, retries, sorted((headers or {}).items())])
+    said = msgspec.json.encode([url, max_concurrency, timeout_s, retries, sorted(headers.items())])
     return EndpointSpec(
         name=_name(shown, said),
         url=url,
         max_concurrency=max_concurrency,
         timeout_s=timeout_s,
         retries=retries,
-        headers=headers or {},
+        headers=headers,
     )
 
 
@@ -288,25 +321,25 @@ class Calls(Protocol):
         ...
 
 
-class _Shared:
-    """A call under way, and how many wait for it."""
-
-    def __init__(self, pending: Pending) -> None:
-        self.pending = pending
-        self.waiting = 0
+def _no_quota(name: str) -> NoReturn:
+    raise InvalidAction("quotas", name, "none: this connection has no quotas")
 
 
 class Functions:
     """The calls of one connection."""
 
-    def __init__(self, transport: Calls, life: Life, prefix: str) -> None:
+    def __init__(
+        self, transport: Calls, life: Life, prefix: str, find_quota: Callable[[str], Quota] = _no_quota
+    ) -> None:
         self._transport = transport
+        self._find_quota = find_quota
+        """By its name. Raises InvalidAction if there is none."""
         self._life = life
         self._prefix = prefix
         self._numbers = count(1)
         self._pools: set[str] = set()
         """Kinds that the scheduler knows."""
-        self._shared: dict[bytes, _Shared] = {}
+        self._sharing = Sharing()
         self._pure, self._keyed = Recall(RECALL_BYTES_MAX), Recall(RECALL_BYTES_MAX)
 
     async def call(self, target: Function[..., R] | EndpointSpec, /, *args: Any, **options: Any) -> R:
@@ -325,31 +358,35 @@ class Functions:
         priority: int = 0,
         deadline_s: float | None = None,
         idempotency_key: str = "",
+        quotas: Quotas | None = None,
         **kwargs: Any,
     ) -> CallResult:
         """What came of it, whatever that is. Arguments of the function whose names are taken here are given by
         position; an endpoint takes its JSON as one argument as well. Two calls with one `idempotency_key` share one
-        answer."""
+        answer, and each keeps its own deadline. `quotas`: what it asks of which API, granted together with its instance
+        and its cores."""
         self._life.require()
         if not isinstance(idempotency_key, str):
             raise InvalidAction("idempotency_key", idempotency_key, "text")
         number = f"{self._prefix}-call-{next(self._numbers)}"
+        asked = quota_demand("quotas", quotas, self._find_quota)
         about: dict[str, Any] = dict(
-            run=run, trajectory=trajectory, task=task, priority=priority, deadline_s=deadline_s
-        )
+            run=run, trajectory=trajectory, task=task, priority=priority, deadline_s=deadline_s, at_once=not asked
+        )  # a function asks an API whenever it likes
         if isinstance(target, EndpointSpec):
             body = _json(target, args, kwargs)
             work: Work = Post(endpoint=target, body=body, key=idempotency_key or number)
             action = Action(
-                id=number, demand=Demand({target.pool: fixed(1)}), kind="endpoint", key=target.name, **about
+                id=number, demand=Demand({target.pool: fixed(1)} | asked), kind="endpoint", key=target.name, **about
             )  # fmt: skip
             pool, key, keep = Pool(kind=target.pool, total=target.max_concurrency), b"", self._keyed
         elif isinstance(target, Function):
             spec, arguments = target.spec(), arguments_of(target.__tangram_function__, args, kwargs)
             work = Call(function=spec, arguments=arguments)
-            action = _action(number, target, spec, about)
+            action = _action(number, target, spec, asked, about)
             pool, keep = Pool(kind=spec.pool, total=spec.max_instances), self._pure if target.pure else self._keyed
-            key = _digest(spec.name, arguments) if target.pure else b""
+            # Who has another time limit would have to share that as well.
+            key = _digest(f"{spec.name} {target.timeout_s}", arguments) if target.pure else b""
         else:
             raise InvalidAction("function", target, "what @tangram.function() or tangram.endpoint() made")
         if idempotency_key:
@@ -365,10 +402,11 @@ class Functions:
             self._announce(pool)
             if not key:
                 return _result(name, await self._transport.submit(action, work).settled())
-            if key not in self._shared:
-                self._shared[key] = shared = _Shared(self._transport.submit(action, work))
-                shared.pending.when_settled(lambda: self._shared.pop(key, None))
-            settled = await self._join(self._shared[key])
+            # The deadline is that of this caller, not of the run.
+            shared = msgspec.structs.replace(action, deadline_s=None)
+            settled = await self._sharing.share(
+                key, lambda: self._transport.submit(shared, work), action.id, action.deadline_s
+            )
         except AdmissionRefused as refused:
             outcome = Outcome(action=action.id, status=Status.REFUSED, reason=refused.reason)
             return _result(name, Settled(outcome=outcome))
@@ -376,20 +414,6 @@ class Functions:
         if result.kind == "value" or (result.kind == "error" and keep is self._keyed):
             keep.keep(key, settled.answer)
         return result
-
-    async def _join(self, shared: _Shared) -> Settled:
-        """The call is cancelled when nobody waits for it any more."""
-        shared.waiting += 1
-        try:
-            return await shared.pending.watched()
-        except asyncio.CancelledError:
-            if shared.waiting == 1:
-                shared.pending.cancel()
-                with contextlib.suppress(AdmissionRefused):
-                    await shared.pending.settled()
-            raise
-        finally:
-            shared.waiting -= 1
 
     def _announce(self, pool: Pool) -> None:
         """The scheduler knows the pool before an action asks for it."""
@@ -401,8 +425,10 @@ class Functions:
             self._pools.add(pool.kind)
 
 
-def _action(number: str, target: Function[..., Any], spec: FunctionSpec, about: dict[str, Any]) -> Action:
-    pools: dict[str, Amounts] = {CPU: target.cpu, spec.pool: fixed(1)}
+def _action(
+    number: str, target: Function[..., Any], spec: FunctionSpec, asked: dict[str, Amounts], about: dict[str, Any]
+) -> Action:
+    pools: dict[str, Amounts] = {CPU: target.cpu, spec.pool: fixed(1), **asked}
     return Action(
         id=number, demand=Demand(pools), kind="function", key=target.title[-ID_LENGTH_MAX:], timeout_s=target.timeout_s,
         idempotent=target.retries > 0, **about,
@@ -416,7 +442,26 @@ def _digest(name: str, content: bytes) -> bytes:
 def _json(target: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if len(args) > 1 or (args and kwargs):
         raise InvalidAction(f"arguments of {target.name}", args, "arguments by name, or one JSON value")
+    said = args[0] if args else kwargs
     try:
-        return msgspec.json.encode(args[0] if args else kwargs)
+        data = msgspec.json.encode(said)
+        # What is no number is written as null, and would be another value there.
+        if b"null" in data and (where := _not_finite(msgspec.to_builtins(said, str_keys=True))):
+            raise InvalidAction(
+                f"arguments of {target.name}", f"arguments{where}", "finite numbers: JSON has no others"
+            )
+        return data
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise InvalidAction(f"arguments of {target.name}", str(error), "what can be written as JSON") from error
+
+
+def _not_finite(value: Any) -> str:
+    """Which number in it is none, such as `["score"][0]: nan`; empty: all are."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f": {value}"
+    found: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        found = value.items()
+    elif isinstance(value, list | tuple):
+        found = enumerate(value)
+    return next((f"[{step!r}]{where}" for step, part in found if (where := _not_finite(part))), "")

@@ -6,9 +6,12 @@ never came back: the first is a result of the function, the second is lost after
 
     200-299 with JSON                                 the value
     200-299 without JSON or too large, 3xx, 4xx,      a failure of the function, not tried again
-    500 with a body, and other 5xx
-    408, 425, 429, 502, 503, 504, 500 without a body, tried again after a pause that doubles, with jitter, or as long
+    500 with JSON, 501, 505
+    408, 425, 429, 500 without JSON, all other 5xx,   tried again after a pause that doubles, with jitter, or as long
     no connection, a broken answer, a timeout         as Retry-After says
+
+A function that failed says so in its own words, which are JSON. A 500 with a page is what a server in front of it says
+that could not reach it, and so are 502 to 504 and what lies above: 520 to 530 of proxies, 529 of an overloaded service.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ RETRY_AFTER_S_MAX = 120.0
 """An endpoint that asks for a longer pause is not there for now."""
 SHOWN_CHARACTERS_MAX = 2000
 """Of what an endpoint says in a failure."""
+
+
+REFUSALS = (501, 505)
+"""Of all that an endpoint may say about itself, what will be no other the next time."""
 
 
 class _Again(Exception):
@@ -114,7 +121,9 @@ class PostLease:
 
     async def _attempt(self) -> bytes:
         """The answer. Raises _Again."""
-        headers = {"Content-Type": "application/json", "Idempotency-Key": self._work.key, **self._spec.headers}
+        given = {name.lower() for name in self._spec.headers}
+        ours = {"Content-Type": "application/json", "Idempotency-Key": self._work.key}
+        headers = {name: value for name, value in ours.items() if name.lower() not in given} | self._spec.headers
         try:
             answer = await self._http.request(
                 "POST",
@@ -132,7 +141,7 @@ class PostLease:
 
     def _judged(self, answer: Answer) -> bytes:
         status = answer.status
-        if status in PASSING or (status == 500 and not answer.content):
+        if status in PASSING or (status >= 500 and status not in REFUSALS and not _is_own_error(answer)):
             raise _Again(f"{self._spec.url} said {status}", advice_of(status, answer.headers, time.time()).wait_s)
         shown = answer.text[:SHOWN_CHARACTERS_MAX]
         if not answer.ok:
@@ -141,3 +150,14 @@ class PostLease:
             return returned(msgspec.msgpack.encode(answer.json()))
         except (ManagerError, OverflowError) as error:
             return failed("answer", f"it said {status}, and {error}", shown)
+
+
+def _is_own_error(answer: Answer) -> bool:
+    """Whether the function itself says that it failed."""
+    if answer.status != 500:
+        return False
+    try:
+        answer.json()
+    except ManagerError:
+        return False
+    return True

@@ -48,6 +48,8 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
     """Negative for a signal; None: nobody knows, and `error` says why."""
     cpu_s: float = 0.0
     peak_bytes: int = 0
+    excess: int = 0
+    """It was ended because it had so many processes."""
     left: list[int] = []
     """Processes that could not be killed."""
     error: str = ""

@@ -8,6 +8,7 @@ of that.
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from tangram.managers.functions.template import OUR_EXIT
 from tangram.managers.functions.templates import FunctionBroken
 from tangram.managers.functions.work import Call, failed, returned
 from tangram.managers.process_tree import look_up
-from tangram.managers.work import Ended, Executed
+from tangram.managers.work import MIB, Ended, Executed
 
 PATIENCE_S = 10.0
 """For a new instance before a call counts as started: its time limit does not count what importing takes, up to this.
@@ -30,6 +31,17 @@ SHOWN_CHARACTERS = 1000
 """Of what an instance wrote, in a reason: the end of it."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP)
 """Signals that a program brings on itself. Others come from somebody else, such as a kernel without memory."""
+
+NEAR = 0.8
+"""Of its limit: from there on it is assumed that a process which crashed was at it. What counts towards the limit is
+private memory, and what is known of a dead process its resident memory; the two differ by the libraries it has mapped
+and by what it asked for and did not touch."""
+WITHOUT_MEMORY = re.compile(
+    r"bad_?alloc|(cannot|can't|could not|unable to|failed to) allocate|out of memory|not enough memory|MemoryError"
+    r"|insufficient memory|memory allocation .{0,40}failed|ENOMEM",
+    re.IGNORECASE,
+)
+"""What libraries write when they get no memory, before they end the process."""
 
 
 class CallLease:
@@ -182,11 +194,23 @@ class CallLease:
             return f"its instance failed: {self._stderr()}", b""
         if gone.code >= 0:
             return "", failed("exited", f"it ended its own process with exit code {gone.code} instead of returning")
+        if gone.excess:
+            most = self._work.function.processes_max
+            return "", failed("processes", f"it had {gone.excess} processes and threads, and may have {most}")
         number = -gone.code
         name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
         if number in CRASHES:
-            return "", failed("exited", f"it crashed: its process was ended by {name}")
+            return "", failed("exited", f"it crashed: its process was ended by {name}; {self._memory(gone)}")
         return f"its instance was killed by {name} in the middle of the call", b""
+
+    def _memory(self, gone: Gone) -> str:
+        """Of a crash, whether it was for want of memory. The kernel tells a program that it gets no more, and nobody
+        else; many a library of C then ends its process. So this is what can be seen of it from here."""
+        limit, peak = self._work.function.memory_bytes, gone.peak_bytes
+        had = f"its peak was {peak / MIB:.0f} MiB, libraries included"
+        if peak >= NEAR * limit or WITHOUT_MEMORY.search(self._stderr()):
+            return f"it has probably run out of its {limit / MIB:.0f} MiB ({had}); give it more memory"
+        return f"it may use {limit / MIB:.0f} MiB, and {had}"
 
     def _stderr(self) -> str:
         assert self._instance is not None

@@ -3,7 +3,8 @@
 It is run by its path, knows nothing of the package around it, and needs msgspec beside the standard library. Owns the
 processes of one function: every instance is a child of it, and whatever an instance leaves behind becomes one. Decides
 nothing: it does what the messages on its socket say. Promises that an instance is said to be gone only when nothing
-that it started is left, and that everything dies with the template, and the template with its owner.
+that it started is left, that one with more processes than it may have is ended, and that everything dies with the
+template, and the template with its owner.
 
     template.py CONTROL SPEC OWNER          the template
     template.py SOCKET SPEC OWNER alone     an instance that imports the function itself
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import enum
 import gc
 import importlib
 import inspect
@@ -53,6 +55,9 @@ KILL_PAUSE_S = 0.002
 """Between looks at processes that were killed."""
 KILL_S_MAX = 10.0
 """For killed processes to be gone."""
+LOOK_S = 0.2
+"""Between looks at how many processes instances have. A look at one that has started nothing takes less than 0.1 ms;
+what forks as fast as it can has a few hundred more than it may when it is seen."""
 
 OUR_EXIT = 113
 """With which an instance ends when it is not the function that failed."""
@@ -238,13 +243,16 @@ class Instance:
     def _encoded(self, value: Any) -> bytes:
         most = self._spec["answer_bytes_max"]
         try:
-            data = msgspec.msgpack.encode(value, enc_hook=plain)
+            data = msgspec.msgpack.encode(plain(value))
         except MemoryError as error:
             self._raise_limit()
             raise self._out_of_memory(printed(error, 1)) from None
+        except Foreign as error:
+            said = f"it returned what would not come back as it is: {error}"
+            raise Failed("unserialisable", f"{said}; return numbers, text, bytes, lists or dicts") from None
         except BaseException as error:
             said = f"it returned a {type(value).__name__}, which cannot be serialised: {one_line(error)}"
-            raise Failed("unserialisable", f"{said}; return numbers, text, bytes, lists or dicts") from None
+            raise Failed("unserialisable", said) from None
         if len(data) > most:
             said = f"it returned {len(data)} bytes, and at most {most} can be taken"
             raise Failed("unserialisable", f"{said}; return less, or write a file")
@@ -254,16 +262,77 @@ class Instance:
         return Failed("memory", f"out of memory: it may use {self._limit >> 20} MiB, which it has used up", trace)
 
 
+# ---- what may be returned -----------------------------------------------------------------------------------------
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+"""Come back as they are."""
+
+
+class Foreign(Exception):
+    """What would come back as something else: `result["when"]: datetime`."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value).__qualname__
+        self.steps: list[str] = []
+        """From it up to what was returned."""
+
+    def __str__(self) -> str:
+        return f"result{''.join(reversed(self.steps))}: {self.kind}"
+
+
 def plain(value: Any) -> Any:
-    """Numbers of numpy, which rewards often are, and subclasses of plain types, as plain ones."""
+    """The same of plain types. Numbers of numpy, which rewards often are, and subclasses of plain types that are equal
+    to a plain value become that; a tuple is a list. Raises Foreign for all else: a moment or a decimal would come back
+    as text, a record as a dict, a set in an order of its own."""
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is list or kind is tuple:
+        return value if ATOMS.issuperset(map(type, value)) else [_part(part, at) for at, part in enumerate(value)]
+    if kind is dict:
+        if ATOMS.issuperset(map(type, value)) and ATOMS.issuperset(map(type, value.values())):
+            return value
+        return {_key(key): _part(part, key) for key, part in value.items()}
+    return plain(_equal(value))
+
+
+def _part(value: Any, step: object) -> Any:
+    if type(value) in ATOMS:
+        return value
+    try:
+        return plain(value)
+    except Foreign as foreign:
+        foreign.steps.append(f"[{json.dumps(step, ensure_ascii=False) if isinstance(step, str) else repr(step)}]")
+        raise
+
+
+def _key(key: Any) -> Any:
+    """A tuple stays one: only so it is found again."""
+    if type(key) is tuple:
+        return tuple(map(_key, key))
+    try:
+        return plain(key)
+    except Foreign as foreign:
+        foreign.steps.append(" (a key)")
+        raise
+
+
+def _equal(value: Any) -> Any:
+    """The value of a plain type that is equal to it. Raises Foreign."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        return value.item()
-    kinds: tuple[Callable[[Any], Any], ...] = (int, float, str, bytes, list, tuple, dict)
-    for kind in kinds:
-        if isinstance(value, kind):  # type: ignore[arg-type]
-            return kind(value)
-    raise TypeError(f"objects of type {type(value).__qualname__} are not supported")
+        found = value.item()
+        kinds = (numpy.number, numpy.bool_, str, bytes)
+        if type(found) in ATOMS and isinstance(value, kinds) and not isinstance(value, numpy.timedelta64):
+            return found
+    elif isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    elif not isinstance(value, enum.Enum):
+        plain_kinds: tuple[Any, ...] = (int, float, str, bytes, list, dict)
+        for kind in plain_kinds:
+            if isinstance(value, kind):
+                return kind(value)
+    raise Foreign(value)
 
 
 def cpu_s() -> float:
@@ -317,6 +386,9 @@ class Template:
         self._fds: dict[int, int] = {}
         """By which their ends are noticed."""
         self._kill_at: dict[int, float] = {}
+        self._excess: dict[int, int] = {}
+        """Processes of those that had too many, and are on their way out."""
+        self._look_at = 0.0
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
         self._forks = threads() == 1
         self._others = children()
@@ -326,11 +398,12 @@ class Template:
         self._send({"ready": True, "forks": self._forks})
         try:
             while True:
-                pause = min(self._kill_at.values(), default=None)
+                pause = min([*self._kill_at.values(), *([self._look_at] if self._pids else [])], default=None)
                 timeout = None if pause is None else max(0.0, pause - time.monotonic())
                 for key, _ in self._selector.select(timeout):
                     key.data()
                 self._kill_late()
+                self._look()
         except EOFError:
             pass
         finally:
@@ -415,6 +488,18 @@ class Template:
             del self._kill_at[number]
             self._signal(number, signal.SIGKILL)
 
+    def _look(self) -> None:
+        """End the instances that have more processes than they may."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        for number, pid in self._pids.items():
+            count = tasks(pid)
+            if count > self._spec["processes_max"]:
+                self._excess[number] = max(count, self._excess.get(number, 0))
+                self._signal(number, signal.SIGKILL)
+        self._look_at = time.monotonic() + LOOK_S
+
     def _on_exit(self, number: int) -> None:
         fd, pid = self._fds.pop(number), self._pids[number]
         self._selector.unregister(fd)
@@ -428,6 +513,7 @@ class Template:
             process.returncode = status
         said: Message = {"left": self._kill_orphans()}
         said |= {"code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+        said |= {"excess": self._excess.pop(number, 0)}
         self._send({"gone": number, "peak_bytes": used.ru_maxrss << 10, **said})
 
     def _kill_orphans(self) -> list[int]:
@@ -466,6 +552,26 @@ def children() -> list[int]:
                         if int(file.read().rpartition(")")[2].split()[1]) == me:
                             found.append(int(name))
         return found
+
+
+def tasks(top: int) -> int:
+    """Processes and threads of a process and of all below it. Whose parent has ended is found below the next one above
+    that adopts orphans, which an instance does. A kernel without the list of children tells of threads alone."""
+    count, ahead = 0, [top]
+    while ahead:
+        pid = ahead.pop()
+        try:
+            own = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue  # it has ended
+        count += len(own)
+        for task in own:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file,
+            ):
+                ahead += map(int, file.readall().split())
+    return count
 
 
 def threads() -> int:

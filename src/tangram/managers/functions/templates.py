@@ -97,7 +97,7 @@ class Template:
         self._late = self._loop.call_later(IMPORT_S_MAX, self._on_late)
 
     def _launch(self, its: socket.socket, mark: str) -> Child:
-        fields = ("name", "module", "qualname", "pickled", "memory_bytes")
+        fields = ("name", "module", "qualname", "pickled", "memory_bytes", "processes_max")
         said = {field: getattr(self._spec, field) for field in fields}
         said |= {"paths": list(self._spec.paths), "answer_bytes_max": ANSWER_BYTES_MAX}
         for stream, capture in zip(self._streams, self._captures, strict=True):

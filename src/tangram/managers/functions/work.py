@@ -7,7 +7,9 @@ record which exists is well formed, and that what comes from an instance or an e
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +27,12 @@ MEMORY_BYTES_MIN = 32 * MIB
 """Of an instance: with less, not even an interpreter with a few modules fits."""
 INSTANCES_MAX = 4096
 RETRIES_MAX = 100
+PROCESSES_MAX = 1 << 22
+"""Of an instance: more than that no kernel has."""
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What no header may hold: with a line of its own it would be another one."""
+FRAMING = ("content-length", "transfer-encoding")
 NAME_CHARACTERS_MAX = 150
 """Of a function: its name is part of that of its pool, which stands in every log line."""
 
@@ -49,6 +57,8 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """After which an instance that is not called ends."""
     retries: int = 2
     """How often a call is repeated that our side lost."""
+    processes_max: int = 512
+    """Of an instance, itself included. Threads count as well."""
 
     def __post_init__(self) -> None:
         require_name("function.name", self.name)
@@ -61,6 +71,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
         require_whole("memory", self.memory_bytes, MEMORY_BYTES_MIN, BYTES_MAX)
         require_whole("max_instances", self.max_instances, 1, INSTANCES_MAX)
         require_whole("retries", self.retries, 0, RETRIES_MAX)
+        require_whole("processes", self.processes_max, 1, PROCESSES_MAX)
         require_seconds("idle_s", self.idle_s)
 
     @property
@@ -98,13 +109,11 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_name("endpoint.name", self.name)
-        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise InvalidAction("url", self.url, "an address that begins with http:// or https://")
+        require_url(self.url)
         require_whole("max_concurrency", self.max_concurrency, 1, INSTANCES_MAX)
         require_whole("retries", self.retries, 0, RETRIES_MAX)
         require_seconds("timeout_s", self.timeout_s)
-        if not isinstance(self.headers, dict) or not all(map(_are_texts, self.headers.items())):
-            raise InvalidAction("headers", self.headers, "texts by name")
+        require_headers(self.headers)
 
     @property
     def pool(self) -> str:
@@ -122,6 +131,7 @@ class Post(Work, frozen=True, kw_only=True):
     """The same for every attempt: an endpoint that knows it does nothing twice."""
 
     def __post_init__(self) -> None:
+        require_header_value("idempotency_key", self.key)
         if len(self.body) > ARGUMENTS_BYTES_MAX:
             raise InvalidAction(
                 f"arguments of {self.endpoint.name}", f"{len(self.body)} bytes", f"at most {ARGUMENTS_BYTES_MAX} bytes"
@@ -140,8 +150,39 @@ def require_whole(field: str, value: object, least: int, most: int) -> None:
         raise InvalidAction(field, value, f"a whole number from {least} to {most}")
 
 
-def _are_texts(pair: tuple[object, object]) -> bool:
-    return all(isinstance(word, str) for word in pair)
+def require_url(url: object) -> None:
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise InvalidAction("url", url, "an address that begins with http:// or https://")
+    if not all(character.isprintable() and character != " " for character in url):
+        raise InvalidAction("url", url, "an address without blanks and control characters")
+    try:
+        parts = urlsplit(url)
+        known = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # UnicodeError is one
+        known = False
+    if not known:
+        raise InvalidAction("url", url, "a host, and a port from 1 to 65535 or none, such as http://host:8000/score")
+
+
+def require_headers(headers: object) -> None:
+    """Those that say where the body ends are made with it."""
+    if not isinstance(headers, dict):
+        raise InvalidAction("headers", headers, "texts by name, such as {'Authorization': 'Bearer ...'}")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not HEADER_NAME.fullmatch(name):
+            raise InvalidAction("headers", name, "names of letters, digits and '-'")
+        if name.lower() in FRAMING:
+            raise InvalidAction("headers", name, "others: this one is made for each request")
+        require_header_value(f"headers[{name!r}]", value)
+
+
+def require_header_value(field: str, value: object) -> None:
+    if not isinstance(value, str) or CONTROL.search(value):
+        raise InvalidAction(field, value, "text of one line without control characters: it is sent as a header")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidAction(field, value, "text that is UTF-8: it is sent as a header") from None
 
 
 def require_seconds(field: str, value: object) -> None:
@@ -157,8 +198,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     """`raised`, `import` (its module cannot be imported), `arguments` (they cannot be read), `unserialisable` (what it
-    returned), `memory` (its limit was reached), `exited` (it ended its process), or `answer` (an endpoint said no, or
-    what cannot be read)."""
+    returned), `memory` (its limit was reached), `processes` (it had more than it may), `exited` (it ended its
+    process), or `answer` (an endpoint said no, or what cannot be read)."""
     message: str
     """One line."""
     traceback: str = ""
