@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.message
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,23 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tangram import Client, Quota, Rate, Status, connect, connect_sync
+from tangram import Client, Limits, Quota, Rate, Status, connect, connect_sync
 from tangram.bench.quota_server import BUCKET, FIXED, Gate, ServerProcess
 from tangram.client import api as api_module
 from tangram.client import transport as transport_module
 from tangram.client.api import Answer, Api
-from tangram.errors import ActionLost, AdmissionRefused, InvalidAction, InvalidConfig, ManagerError, TangramError
+from tangram.core.action import State
+from tangram.core.scheduler import Statistics
+from tangram.errors import (
+    ActionLost,
+    ActionTimedOut,
+    AdmissionRefused,
+    InvalidAction,
+    InvalidConfig,
+    ManagerError,
+    TangramError,
+)
+from tangram.managers import pace as pace_module
 
 DEADLINE_S = 60.0
 SEARCH = Quota("search", concurrent=4)
@@ -31,6 +43,30 @@ def play(tmp_path: Path, test: Callable[[Client], Awaitable[None]], *quotas: Quo
                 await test(t)
 
     asyncio.run(main())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Soon, and within the deadline of the test."""
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def scheduler(t: Client) -> Any:
+    return t._transport.orchestrator.decider  # type: ignore[attr-defined]
+
+
+def statistics(t: Client) -> Statistics:
+    found: Statistics = scheduler(t).statistics()
+    return found
+
+
+def stopping(t: Client) -> int:
+    return sum(entry.state is State.STOPPING for entry in scheduler(t).entries.values())
+
+
+def pending(t: Client) -> list[str]:
+    """Pools of which units will be spent at a time that is not known yet."""
+    return [name for name, pool in scheduler(t).ledger.pools.items() if pool.pending]
 
 
 @contextlib.asynccontextmanager
@@ -80,13 +116,17 @@ def test_an_error_or_a_cancellation_inside_gives_the_quota_back(tmp_path: Path) 
                 async with t.quota("search", requests=4):
                     raise ZeroDivisionError
 
+        inside = asyncio.Event()
+
         async def hold() -> None:
             async with t.quota("search", requests=4):
+                inside.set()
                 await asyncio.sleep(1000)
 
         holder = asyncio.create_task(hold())
+        await inside.wait()
         waiter = asyncio.create_task(hold())
-        await asyncio.sleep(0.01)
+        await until(lambda: statistics(t).waiting == 1)
         for task in (waiter, holder):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -97,12 +137,162 @@ def test_an_error_or_a_cancellation_inside_gives_the_quota_back(tmp_path: Path) 
     play(tmp_path, test)
 
 
+def test_whoever_is_cancelled_in_any_moment_of_entering_leaves_nothing_held(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        async def enter() -> None:
+            async with t.quota("search", requests=4, deadline_s=30.0):
+                await asyncio.sleep(1000)
+
+        for turns in range(12):
+            task = asyncio.create_task(enter())
+            for _ in range(turns):  # of the loop, each of which brings it a little further
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+            assert task.cancelled()
+        assert statistics(t).holding == statistics(t).waiting == 0
+
+    play(tmp_path, test)
+
+
+def test_a_deadline_bounds_the_waiting_and_whoever_is_inside_stays_there(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        async with t.quota("search", requests=4, deadline_s=0.5):
+            with pytest.raises(ActionTimedOut, match=r"deadline of 0\.05 s passed while it waited"):
+                async with t.quota("search", deadline_s=0.05):
+                    raise AssertionError("all of it is held")
+            await until(lambda: stopping(t) == 1)
+            with pytest.raises(ActionTimedOut):
+                async with t.quota("search", deadline_s=0.05):
+                    raise AssertionError("all of it is still held, long after the deadline")
+        async with t.quota("search", requests=4):
+            pass
+
+    play(tmp_path, test)
+
+
+def test_a_connection_that_is_closed_waits_for_nobody_who_holds_a_quota(tmp_path: Path) -> None:
+    async def main() -> None:
+        inside, closed = asyncio.Event(), asyncio.Event()
+
+        async def hold(t: Client, deadline_s: float | None) -> None:
+            async with t.quota("search", deadline_s=deadline_s):
+                inside.set()
+                with contextlib.suppress(TimeoutError):  # a connection that waits is a failure, and no test for ever
+                    await asyncio.wait_for(closed.wait(), 10.0)
+            assert closed.is_set()
+
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+            async with connect(backend="process", state=tmp_path / "state", quotas=[SEARCH]) as t:
+                for deadline_s in (None, 0.5):
+                    tasks.create_task(hold(t, deadline_s))
+                await inside.wait()
+                await until(lambda: stopping(t) == 1)
+            closed.set()
+
+    asyncio.run(main())
+
+
+def test_several_quotas_are_granted_together_so_that_nobody_waits_for_whoever_waits_for_him(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        async def both(first: str, second: str) -> None:
+            for _ in range(20):
+                async with t.quota({first: 1, second: {"requests": 1, "tokens": 5} if second == "judge" else 1}):
+                    assert statistics(t).pools["search"]["held"] == 1
+                    await asyncio.sleep(0)
+
+        await t.gather(both("search", "other"), both("other", "search"))
+        async with t.quota({"search": 1, "judge": {"tokens": 600}}) as use:
+            assert statistics(t).pools["judge/tokens"]["spent"] == 600
+            use.spent(tokens=100)
+            use.heard(200, {}, "search")
+            with pytest.raises(InvalidAction, match="'search' or 'judge'"):
+                use.heard(200, {})
+            with pytest.raises(InvalidAction, match="the quota that is meant"):
+                use.spent(tokens=100, name="search")
+        assert statistics(t).pools["judge/tokens"]["spent"] == 100
+        async with t.quota("search"):
+            with pytest.raises(ActionTimedOut):
+                async with t.quota({"search": 1, "other": 1}, deadline_s=0.05):
+                    raise AssertionError("one of them is held")
+            assert statistics(t).pools["other"]["held"] == 0, "all or nothing"
+
+    play(
+        tmp_path, test, Quota("search", concurrent=1), Quota("other", concurrent=1),
+        Quota("judge", tokens=Rate(1000, 3600.0)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_once"),
+    [
+        (lambda t: t.quota("search"), True),
+        (lambda t: t.quota("search", requests=2), False),
+        (lambda t: t.quota({"search": 1, "other": 1}), False),
+        (lambda t: t.quota("search", at_once=False), False),
+        (lambda t: t.quota("search", requests=2, at_once=True), True),
+    ],
+)
+def test_one_request_counts_from_entering_and_more_count_from_leaving(
+    tmp_path: Path, asked: Callable[[Client], Any], at_once: bool
+) -> None:
+    async def test(t: Client) -> None:
+        async with asked(t):
+            inside = set(pending(t))
+        assert inside == (set() if at_once else {"search/requests"})
+
+    play(tmp_path, test, Quota("search", requests=Rate(4, 60.0)), Quota("other", concurrent=1))
+
+
+def test_a_program_in_a_sandbox_asks_at_any_time_until_it_ends(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="64MiB") as box, box.session() as shell:
+            for run in (box.exec, shell.exec):
+                asking = asyncio.create_task(
+                    run("while [ ! -e go ]; do sleep 0.01; done; rm go", cpus=0.5,
+                        quotas={"judge": {"requests": 2, "tokens": 30}})
+                )  # fmt: skip
+                await until(lambda: set(pending(t)) == {"judge/requests", "judge/tokens"})
+                await box.write("go", "")
+                assert (await asking).ok
+                assert not pending(t)
+            pools = statistics(t).pools
+            assert (pools["judge/requests"]["spent"], pools["judge/tokens"]["spent"]) == (4, 60)
+            with pytest.raises(InvalidAction, match="counts tokens"):
+                await box.exec("true", quotas="judge")
+
+    play(tmp_path, test, Quota("judge", requests=Rate(10, 3600.0), tokens=Rate(100, 3600.0)))
+
+
+def test_runs_share_a_quota_by_the_weight_that_they_are_given(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    async def test(t: Client) -> None:
+        t.weigh("large", 2.0)
+
+        async def one(run: str) -> None:
+            async with t.quota("search", run=run):
+                order.append(run)
+                await asyncio.sleep(0.001)
+
+        async with t.quota("search", requests=6):
+            waiting = [asyncio.create_task(one(run)) for _ in range(90) for run in ("small", "large")]
+            await until(lambda: statistics(t).waiting == 180)
+        await asyncio.gather(*waiting)
+        with pytest.raises(InvalidConfig, match="weight of run large"):
+            t.weigh("large", 0)
+
+    play(tmp_path, test, Quota("search", concurrent=6))
+    both_wait = order[:120]
+    assert both_wait.count("large") == pytest.approx(80, abs=6), "two to one, while both want more than there is"
+
+
 def test_tokens_are_estimated_and_then_corrected(tmp_path: Path) -> None:
     async def test(t: Client) -> None:
         for _ in range(5):
             async with t.quota("judge", tokens=600) as use:
                 use.spent(tokens=100)
-        with pytest.raises(TangramError, match="deadline"):
+        with pytest.raises(ActionTimedOut, match="deadline"):
             async with t.quota("judge", tokens=600, deadline_s=0.05):
                 raise AssertionError("there are only five hundred left")
         with pytest.raises(TangramError, match="is closed"):
@@ -118,11 +308,46 @@ def test_what_cannot_be_asked_of_a_quota_is_said_at_once(tmp_path: Path) -> None
             lambda: t.quota("search", requests=5),
             lambda: t.quota("search", requests=0),
             lambda: t.quota("search", tokens=5),
+            lambda: t.quota(["search"]),  # type: ignore[arg-type]
+            lambda: t.quota(None),  # type: ignore[arg-type]
+            lambda: t.quota({}),
+            lambda: t.quota({"search": None}),  # type: ignore[dict-item]
+            lambda: t.quota({"search": 1.0}),  # type: ignore[dict-item]
+            lambda: t.quota({"search": True}),
+            lambda: t.quota({"search": {"request": 1}}),
+            lambda: t.quota({"search": {"requests": "1"}}),  # type: ignore[dict-item]
+            lambda: t.quota({1: 1}),  # type: ignore[dict-item]
+            lambda: t.quota({"search": 1}, requests=2),
+            lambda: t.quota("search", at_once="no"),  # type: ignore[arg-type]
+            lambda: t.quota("search", deadline_s=-1),
             lambda: t.api("serach"),
+            lambda: t.api(["search"]),  # type: ignore[arg-type]
             lambda: t.api("search", retries=-1),
+            lambda: t.api("search", timeout_s=0),
+            lambda: t.api("search", timeout_s="3"),  # type: ignore[arg-type]
+            lambda: t.api("search", timeout_s=float("inf")),
+            lambda: t.api("search", None),  # type: ignore[arg-type]
+            lambda: t.api("search", headers={"a": 1}),  # type: ignore[dict-item]
+            lambda: t.api("search", headers=["a"]),  # type: ignore[arg-type]
+            lambda: t.api("search", headers={"a": "b\nc"}),
+            lambda: t.api("search", headers={"a b": "c"}),
         ):
             with pytest.raises(InvalidAction):
                 wrong()
+        async with t.quota("search") as use:
+            for status, headers in (
+                ("429", {}), (None, {}), (429.0, {}), (1, {}), (429, None), (429, {"Retry-After": 5}),
+                (429, [("Retry-After", "1")]), (429, {b"Retry-After": b"1"}), (429, dict),
+            ):  # fmt: skip
+                with pytest.raises(InvalidAction, match=r"(status|headers): expected"):
+                    use.heard(status, headers)  # type: ignore[arg-type]
+            with pytest.raises(InvalidAction, match="of a quota that counts tokens"):
+                use.spent(tokens=5)
+            message = email.message.Message()
+            message["Retry-After"] = "1"
+            use.heard(200, message)  # type: ignore[arg-type]  # as urllib has it
+        async with t.quota("search", deadline_s=DEADLINE_S):
+            pass
         with pytest.raises(InvalidConfig):
             t.add_quota("search")  # type: ignore[arg-type]
         t.add_quota(Quota("other", concurrent=1))
@@ -130,8 +355,9 @@ def test_what_cannot_be_asked_of_a_quota_is_said_at_once(tmp_path: Path) -> None
             pass
 
     play(tmp_path, test)
-    with pytest.raises(InvalidConfig):
-        connect(backend="process", quotas=[SEARCH, SEARCH])
+    for quotas in ([SEARCH, SEARCH], SEARCH, {"search": 1}, 5, None):
+        with pytest.raises(InvalidConfig, match=r"quotas: expected a list of tangram\.Quota"):
+            connect(backend="process", quotas=quotas)  # type: ignore[arg-type]
 
 
 def test_a_quota_is_not_used_after_the_connection(tmp_path: Path) -> None:
@@ -168,7 +394,7 @@ def test_a_command_in_a_sandbox_waits_for_its_cores_and_its_quota_together(tmp_p
             assert [(await task).stdout for task in waiting] == ["1\n", "1\n"]
             with pytest.raises(InvalidAction):
                 await box.exec("true", quotas={"serach": 1})
-            with pytest.raises(InvalidAction):
+            with pytest.raises(InvalidAction, match="numbers by name"):
                 await box.exec("true", quotas=["search"])  # type: ignore[arg-type]
 
     play(tmp_path, test)
@@ -188,7 +414,7 @@ def test_an_answer_is_returned_as_it_came(tmp_path: Path) -> None:
             assert (await api.get("a/b", params={"q": "x y"})).json() == {"path": "/a/b", "q": "x y", "body": ""}
             assert (await api.post("/p", json={"n": 1})).json()["body"] == '{"n":1}'
             assert (await api.post(f"{url}/p", content=b"raw")).json()["body"] == "raw"
-            for status in (301, 400, 404, 500):
+            for status in (301, 400, 404):
                 answer = await api.request("GET", "x", headers={"want": str(status)})
                 assert (answer.status, answer.ok) == (status, False), "is the API's own word"
 
@@ -218,9 +444,9 @@ def test_what_passes_is_tried_again_and_what_does_not_is_lost(tmp_path: Path) ->
                 await api.get("down")
             with pytest.raises(ActionLost, match="given up after 4 tries"):
                 await api.get("cut")
-            with pytest.raises(ActionLost, match="given up after 1 tries"):
+            with pytest.raises(ActionLost, match="given up after one try"):
                 await api.post("cut")
-        with pytest.raises(ActionLost, match="cannot be reached"):
+        with pytest.raises(ActionLost, match=r"given up after 4 tries.*cannot be reached"):
             await api.post("gone")
         async with t.quota("search", requests=4):
             pass
@@ -230,15 +456,129 @@ def test_what_passes_is_tried_again_and_what_does_not_is_lost(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [500, 502, 504, 520, 408])
+def test_what_may_have_been_carried_out_is_repeated_only_if_it_may_be(tmp_path: Path, status: int) -> None:
+    asked: list[str] = []
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        asked.append(request.method)
+        return web.Response(status=status, text="oops")
+
+    async def test(t: Client) -> None:
+        async with serving(reply) as url:
+            api = t.api("search", url, retries=1)
+            for method in ("GET", "PUT", "DELETE", "head", "POST", "PATCH"):
+                with pytest.raises(ActionLost, match=f"answered {status}"):
+                    await api.request(method, "x")
+            with pytest.raises(ActionLost, match=f"given up after 2 tries.*answered {status} 'oops'"):
+                await api.post("x", idempotent=True)
+            with pytest.raises(ActionLost, match="given up after one try"):
+                await api.request("GET", "x", idempotent=False)
+
+    play(tmp_path, test)
+    twice = [method for method in ("GET", "PUT", "DELETE", "HEAD") for _ in range(2)]
+    assert asked == [*twice, "POST", "PATCH", "POST", "POST", "GET"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [429, 503, 529])
+def test_what_was_refused_is_repeated_whatever_it_is(
+    tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace_module, "PAUSE_S", 0.01)
+    asked = 0
+
+    async def reply(_: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=status)
+
+    async def test(t: Client) -> None:
+        async with serving(reply) as url:
+            with pytest.raises(ActionLost, match=f"given up after 2 tries.*answered {status}"):
+                await t.api("search", url, retries=1).post("x", json={})
+
+    play(tmp_path, test)
+    assert asked == 2
+
+
+def test_a_deadline_ends_a_call_with_all_its_waiting_and_repetitions(tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        if request.path == "/silent":
+            await asyncio.sleep(1.0)  # much longer than anybody waits for it
+        if request.path == "/later":
+            return web.Response(status=429, headers={"Retry-After": "3600"})
+        return web.Response(status=503)
+
+    async def test(t: Client) -> None:
+        async with serving(reply) as url:
+            api = t.api("search", url, retries=1000)
+            for path in ("silent", "busy", "later", "later"):
+                with pytest.raises(ActionTimedOut, match=rf"{path}: not answered within 0\.1 s"):
+                    await api.get(path, deadline_s=0.1)
+            with pytest.raises(ActionTimedOut):
+                await api.post("silent", json={}, deadline_s=0.1)
+            for wrong in (0, -1.0, "5", float("nan")):
+                with pytest.raises(InvalidAction, match="deadline_s"):
+                    await api.request("GET", "x", deadline_s=wrong)  # type: ignore[arg-type]
+        assert statistics(t).holding == statistics(t).waiting == 0
+
+    play(tmp_path, test)
+
+
+def test_a_request_that_cannot_be_meant_is_refused_and_not_lost(tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.json_response({"query": list(request.query.items()), "body": await request.text()})
+
+    async def test(t: Client) -> None:
+        async with serving(reply) as url:
+            api = t.api("search", url, retries=0)
+            for wrong in (
+                lambda: api.get(None),  # type: ignore[arg-type]
+                lambda: api.get("ftp://x/y"),
+                lambda: api.get("http://127.0.0.1:99999/x"),
+                lambda: api.get("x", params={"a": None}),  # type: ignore[dict-item]
+                lambda: api.get("x", params={"a": True}),
+                lambda: api.get("x", params={"a": [None]}),  # type: ignore[list-item]
+                lambda: api.get("x", params={"a": float("nan")}),
+                lambda: api.get("x", params={1: "a"}),  # type: ignore[dict-item]
+                lambda: api.get("x", params="a=1"),  # type: ignore[arg-type]
+                lambda: api.request("FOO BAR", "x"),
+                lambda: api.request(None, "x"),  # type: ignore[arg-type]
+                lambda: api.request("GET", "x", headers={"a": "b\nc"}),
+                lambda: api.request("GET", "x", headers={"a": "\ud800"}),
+                lambda: api.request("GET", "x", headers={"a\n": "b"}),
+                lambda: api.post("x", json=object()),
+                lambda: api.post("x", json={"a": [float("nan")]}),
+                lambda: api.post("x", json=float("inf")),
+                lambda: api.post("x", content=5),  # type: ignore[arg-type]
+                lambda: api.post("x", json={}, content=b""),
+            ):
+                with pytest.raises(InvalidAction):
+                    await wrong()
+            answer = await api.get("x", params={"a": 1, "b": "ü &", "c": [1, "2"], "d": 0.5})
+            assert answer.json()["query"] == [["a", "1"], ["b", "ü &"], ["c", "1"], ["c", "2"], ["d", "0.5"]]
+            assert (await api.post("x", json={"n": ["ü", 1.5, None]})).json()["body"] == '{"n":["ü",1.5,null]}'
+            assert (await api.post("x", content="text")).json()["body"] == "text"
+        async with t.quota("search", requests=4):
+            pass
+
+    play(tmp_path, test)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_answers_that_never_come_or_make_no_sense_are_no_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_module, "BYTES_MAX", 1000)
+    fetched = 0
 
     async def reply(request: web.Request) -> web.StreamResponse:
+        nonlocal fetched
         if request.path == "/silent":
             await asyncio.sleep(1.0)  # much longer than anybody waits for it
         if request.path == "/large":
+            fetched += 1
             return web.Response(body=b"x" * 1001)
         return web.Response(text="<html>")
 
@@ -249,6 +589,7 @@ def test_answers_that_never_come_or_make_no_sense_are_no_results(
             api = t.api("search", url, retries=1)
             with pytest.raises(ActionLost, match="more than 1000 bytes"):
                 await api.get("large")
+            assert fetched == 1, "it would not be smaller the next time"
             with pytest.raises(ManagerError, match="no JSON"):
                 (await api.get("html")).json()
             with pytest.raises(InvalidAction, match="url"):
@@ -343,11 +684,20 @@ def test_the_same_without_await(tmp_path: Path) -> None:
             assert box.exec("true", quotas={"search": 1}).status is Status.SUCCEEDED
 
 
-def test_a_quota_that_waits_too_long_is_refused_or_timed_out(tmp_path: Path) -> None:
-    async def test(t: Client) -> None:
-        async with t.quota("search", requests=4):
-            with pytest.raises((AdmissionRefused, TangramError)):
-                async with t.quota("search", deadline_s=0.05):
-                    raise AssertionError("all of it is held")
+def test_a_quota_that_too_many_wait_for_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        limits = Limits(queue_max=1)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            connect(backend="process", state=tmp_path / "state", quotas=[SEARCH], limits=limits) as t,
+            t.quota("search", requests=4),
+        ):
+            waiting = asyncio.create_task(t.quota("search").__aenter__())
+            await until(lambda: statistics(t).waiting == 1)
+            with pytest.raises(AdmissionRefused, match="queue"):
+                async with t.quota("search"):
+                    raise AssertionError("the queue is full")
+            waiting.cancel()
+            await asyncio.wait({waiting})
 
-    play(tmp_path, test)
+    asyncio.run(main())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -32,10 +34,15 @@ class Desk:
         self.orchestrator = Orchestrator(self.scheduler, {}, {Hold: self.quotas}, clock=loop.clock)
         self._number = 0
 
-    def ask(self, name: str, *, requests: int = 1, tokens: int = 0, run: str = "default") -> Ticket:
+    def ask(
+        self, name: str, *, requests: int = 1, tokens: int = 0, run: str = "default", at_once: bool = True,
+        deadline_s: float | None = None,
+    ) -> Ticket:  # fmt: skip
         self._number += 1
         demand = Demand(self.quotas.get(name).demand(requests=requests, tokens=tokens))
-        action = Action(id=f"a{self._number}", demand=demand, run=run, kind="quota")
+        action = Action(
+            id=f"a{self._number}", demand=demand, run=run, kind="quota", at_once=at_once, deadline_s=deadline_s
+        )
         return self.orchestrator.submit(action, Hold())
 
     async def use(
@@ -54,7 +61,10 @@ def at_desk(test: Callable[[Desk], Awaitable[None]], *quotas: Quota) -> None:
     async def main() -> None:
         desk = Desk(*quotas)
         async with desk.orchestrator:
-            await test(desk)
+            try:
+                await test(desk)
+            finally:
+                desk.quotas.close()
         desk.scheduler.check()
         statistics = desk.scheduler.statistics()
         assert statistics.waiting == statistics.holding == 0
@@ -171,15 +181,137 @@ def test_a_quota_that_is_cut_to_a_tenth_while_a_thousand_wait_is_kept() -> None:
     async def test(desk: Desk) -> None:
         waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(1000)]
         await asyncio.sleep(15.0)
-        assert len(starts) == 200
         desk.quotas.add(Quota("search", requests=Rate(10, 10.0)))
         await asyncio.sleep(100.0)
-        assert 90 <= len(starts) - 200 <= 110
         desk.quotas.add(Quota("search", requests=Rate(1000, 10.0)))
         await asyncio.gather(*waiting)
 
     at_desk(test, Quota("search", requests=Rate(100, 10.0)))
     assert len(starts) == 1000
+    before = [at for at in starts if at < 15.0]
+    cut = [at for at in starts if 15.0 < at < 115.0]
+    assert len(before) == 200 and most_within(before, 10.0 - 1e-6) == 100
+    assert most_within([at for at in starts if at < 115.0 and at > 20.2], 10.0 - 1e-6) == 10
+    counted = [sum(begin < at <= begin + 11.0 for at in cut) for begin in range(20, 104, 11)]
+    assert all(count >= 10 for count in counted), "in every window, and the time of a request, all of it is used"
+
+
+# ---- an API that says no -------------------------------------------------------------------------------------------
+
+
+class Limiter:
+    """An API that counts by itself, in the seconds before each request, and has its own idea of what it allows."""
+
+    def __init__(self, desk: Desk, allowed: int, window_s: float, retry_after_s: float | None) -> None:
+        self.allowed = allowed
+        self.let_through: list[float] = []
+        self.refused: list[float] = []
+        self._desk = desk
+        self._window_s = window_s
+        self._retry_after_s = retry_after_s
+
+    async def ask(self) -> bool:
+        """Once, through the quota; what it answers is told."""
+        ticket = self._desk.ask("search")
+        await asyncio.shield(ticket.started)
+        action = ticket.action.id
+        try:
+            await asyncio.sleep(0.02)
+            fine = self._enter(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.02)
+            advice = Advice() if fine else Advice(refused=True, wait_s=self._retry_after_s)
+            self._desk.quotas.advise("search", advice, self._desk.quotas.granted_at(action))
+        finally:
+            self._desk.quotas.let_go(action)
+            await asyncio.shield(ticket.settled)
+        return fine
+
+    def _enter(self, now: float) -> bool:
+        recent = sum(at > now - self._window_s for at in self.let_through[-self.allowed :])
+        fine = recent < self.allowed
+        (self.let_through if fine else self.refused).append(now)
+        return fine
+
+
+@contextlib.asynccontextmanager
+async def saturated(limiter: Limiter, askers: int) -> AsyncIterator[None]:
+    """More ask than could ever be let in, for ever."""
+
+    async def ask() -> None:
+        while True:
+            await limiter.ask()
+
+    tasks = [asyncio.create_task(ask()) for _ in range(askers)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "window_s", "retry_after"),
+    [(0.1, 1.0, None), (0.1, 60.0, None), (0.1, 10.0, 0.2), (0.1, 10.0, 1.0), (0.5, 10.0, None)],
+)
+def test_an_api_that_cuts_itself_is_used_for_what_it_still_allows_and_found_out_when_it_gives_more(
+    part: float, window_s: float, retry_after: float | None
+) -> None:
+    """`retry_after` is in windows."""
+    units = 100
+    allowed = round(part * units)
+
+    async def test(desk: Desk) -> None:
+        limiter = Limiter(desk, units, window_s, None if retry_after is None else retry_after * window_s)
+        async with saturated(limiter, 2 * units):
+            await asyncio.sleep(2.5 * window_s)
+            assert not limiter.refused
+            limiter.allowed, before = allowed, len(limiter.let_through)
+            await asyncio.sleep(10.0 * window_s)
+            used = (len(limiter.let_through) - before) / (10 * allowed)
+            assert 0.75 <= used <= 1.01, "of what it allows, over ten windows"
+            assert len(limiter.refused) <= units - allowed + 5, "what it could not take when it changed, and a few"
+            refused = len(limiter.refused)
+            await asyncio.sleep(20.0 * window_s)
+            assert 0 < len(limiter.refused) - refused <= 0.02 * 20 * allowed + 5, "a few show where the limit is"
+            limiter.allowed, refused = units, len(limiter.refused)
+            await asyncio.sleep(25.0 * window_s)
+            before = len(limiter.let_through)
+            await asyncio.sleep(4.0 * window_s)
+            assert len(limiter.let_through) - before >= 3 * units, "all of it is used again"
+            assert len(limiter.refused) == refused
+
+    at_desk(test, Quota("search", requests=Rate(units, window_s)))
+
+
+def test_what_an_api_asked_for_outlives_the_quota_that_it_was_asked_of() -> None:
+    starts: list[float] = []
+
+    async def test(desk: Desk) -> None:
+        desk.quotas.advise("search", Advice(refused=True, wait_s=20.0))
+        desk.quotas.add(Quota("search", requests=Rate(5, 10.0)))
+        waiting = [asyncio.create_task(desk.use("search", 0.1, starts.append)) for _ in range(60)]
+        await asyncio.gather(*waiting)
+        desk.quotas.add(Quota("search", requests=Rate(7, 10.0)))
+        assert desk.scheduler.statistics().pools["search/requests"]["total"] == 7, "nobody complained for long"
+
+    at_desk(test, Quota("search", requests=Rate(100, 10.0)))
+    assert min(starts) >= 20.0, "the pause stays"
+    assert sum(at < 30.0 for at in starts) == 3, "then a part is used"
+    assert most_within(starts, 10.0 - 1e-6) == 5, "of the new quota, and never of the old one"
+
+
+def test_a_long_pause_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(desk: Desk) -> None:
+        with caplog.at_level(logging.WARNING, logger="tangram"):
+            desk.quotas.advise("search", Advice(refused=True, wait_s=1.0))
+            assert not caplog.messages, "a second is nothing to speak of"
+            for _ in range(50):
+                desk.quotas.advise("search", Advice(refused=True, wait_s=1800.0))
+        assert len(caplog.messages) == 1
+        assert "search" in caplog.messages[0] and "1800 s" in caplog.messages[0]
+
+    at_desk(test, Quota("search", concurrent=5))
 
 
 def test_a_complaint_stops_everybody_for_a_while_and_the_quota_recovers() -> None:
@@ -199,28 +331,72 @@ def test_a_complaint_stops_everybody_for_a_while_and_the_quota_recovers() -> Non
     assert rates[12] >= 95, "and in the end all of it"
 
 
-def test_a_hold_that_is_cancelled_gives_back_what_is_held_and_keeps_what_is_spent() -> None:
+# ---- who holds it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["cancellation", "deadline"])
+def test_a_hold_that_is_stopped_stays_held_until_its_holder_leaves(by: str) -> None:
     async def test(desk: Desk) -> None:
-        ticket = desk.ask("judge")
+        ticket = desk.ask("judge", deadline_s=5.0 if by == "deadline" else None)
         await ticket.started
-        desk.orchestrator.cancel(ticket.action.id)
-        assert (await desk.orchestrator.settle(ticket)).outcome.status is Status.CANCELLED
+        if by == "cancellation":
+            desk.orchestrator.cancel(ticket.action.id)
+        await asyncio.sleep(10.0)
         pools = desk.scheduler.statistics().pools
-        assert (pools["judge"]["held"], pools["judge/requests"]["spent"]) == (0, 1)
+        assert (pools["judge"]["held"], ticket.settled.done()) == (1, False)
+        desk.quotas.let_go(ticket.action.id)
+        expected = Status.CANCELLED if by == "cancellation" else Status.TIMED_OUT
+        assert (await desk.orchestrator.settle(ticket)).outcome.status is expected
+        assert desk.scheduler.statistics().pools["judge"]["held"] == 0
         desk.quotas.let_go(ticket.action.id)
 
     at_desk(test, Quota("judge", concurrent=4, requests=Rate(10, 1.0)))
+
+
+def test_what_waits_is_stopped_at_once() -> None:
+    async def test(desk: Desk) -> None:
+        holding, waiting, late = desk.ask("judge"), desk.ask("judge"), desk.ask("judge", deadline_s=3.0)
+        await holding.started
+        desk.orchestrator.cancel(waiting.action.id)
+        assert (await desk.orchestrator.settle(waiting)).outcome.status is Status.CANCELLED
+        assert (await desk.orchestrator.settle(late)).outcome.status is Status.TIMED_OUT
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+        desk.quotas.let_go(holding.action.id)
+
+    at_desk(test, Quota("judge", concurrent=1))
+
+
+def test_what_is_not_sent_at_once_counts_from_its_end() -> None:
+    sent: list[float] = []
+
+    async def test(desk: Desk) -> None:
+        async def one_by_one(gap_s: float) -> None:
+            ticket = desk.ask("search", requests=10, at_once=False)
+            await ticket.started
+            for _ in range(10):
+                sent.append(asyncio.get_running_loop().time())
+                await asyncio.sleep(gap_s)
+            desk.quotas.let_go(ticket.action.id)
+
+        await asyncio.gather(*(one_by_one(gap_s) for gap_s in (6.0, 0.01, 2.0, 0.01)))
+
+    at_desk(test, Quota("search", requests=Rate(10, 30.0)))
+    assert len(sent) == 40
+    assert most_within(sent, 30.0 - 1e-6) == 10
 
 
 def test_those_who_hold_a_quota_when_all_ends_are_ended_too() -> None:
     tickets: list[Ticket] = []
 
     async def test(desk: Desk) -> None:
-        tickets.extend(desk.ask("search") for _ in range(5))
+        tickets.extend(desk.ask("search", deadline_s=deadline_s) for deadline_s in (1.0, None, None, None, None))
         await tickets[0].started
+        await asyncio.sleep(2.0)
+        assert not tickets[0].settled.done(), "it was stopped, and is still held"
 
     at_desk(test, Quota("search", concurrent=2))
-    assert [ticket.settled.result().outcome.status for ticket in tickets] == [Status.CANCELLED] * 5
+    found = [ticket.settled.result().outcome.status for ticket in tickets]
+    assert found == [Status.TIMED_OUT, *[Status.CANCELLED] * 4]
 
 
 def test_what_cannot_be_meant_is_refused() -> None:

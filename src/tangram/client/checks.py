@@ -10,18 +10,36 @@ import asyncio
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from tangram.core.demand import Amounts
 from tangram.core.limits import Limits
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, TangramError
+
+if TYPE_CHECKING:
+    from tangram.managers.quota import Quota
 
 Command = str | Sequence[str]
 Content = str | bytes | bytearray | memoryview
 OnOutput = Callable[[str, bytes], None]
 """Is told what a program writes as it comes: "stdout" or "stderr", and the bytes."""
 PathText = str | os.PathLike[str]
+Quotas = str | Mapping[str, int | Mapping[str, int]]
+"""What an action asks of APIs: the name of one quota, of which it makes one request; or by name the number of requests,
+or {"requests": 1, "tokens": 500} of a quota that counts tokens."""
+
+Param = str | int | float
+Params = Mapping[str, Param | Sequence[Param]]
+"""Of a query: what comes behind the ? of an address."""
 
 MODE_MAX = 0o7777
+STATUS_MIN, STATUS_MAX = 100, 999
+_NOT_IN_HEADERS = frozenset("\r\n\0")
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+REQUESTS, TOKENS = "requests", "tokens"
+_QUOTAS = "a name such as 'search', or numbers by name such as {'search': 1, 'judge': {'requests': 1, 'tokens': 500}}"
 
 
 class Life:
@@ -89,11 +107,86 @@ def variables_of(field: str, env: Mapping[str, str] | None) -> dict[str, str]:
     return dict(env or {})
 
 
-def require_counts(field: str, counts: Mapping[str, int] | None) -> Mapping[str, int]:
-    """How much each is, is for the quota to check."""
-    if counts is not None and not isinstance(counts, Mapping):
-        raise InvalidAction(field, counts, "numbers of requests by name, such as {'search': 1}")
-    return counts or {}
+def quota_counts(field: str, quotas: Quotas | None) -> dict[str, dict[str, int]]:
+    """Requests and tokens by name. How much each may be is for the quota to check."""
+    if isinstance(quotas, str):
+        quotas = {quotas: 1}
+    if quotas is not None and not isinstance(quotas, Mapping):
+        raise InvalidAction(field, quotas, _QUOTAS)
+    found = {}
+    for name, asked in (quotas or {}).items():
+        counts = {REQUESTS: 1, TOKENS: 0, **asked} if isinstance(asked, Mapping) else {REQUESTS: asked, TOKENS: 0}
+        if not isinstance(name, str) or len(counts) > 2 or any(type(count) is not int for count in counts.values()):
+            raise InvalidAction(field, {name: asked}, _QUOTAS)
+        found[name] = counts
+    return found
+
+
+def quota_demand(field: str, quotas: Quotas | None, find: Callable[[str], Quota]) -> dict[str, Amounts]:
+    """What an action needs of the pools of all quotas that it names, to be granted together. `find` gives the quota of
+    a name, or raises."""
+    found: dict[str, Amounts] = {}
+    for name, counts in quota_counts(field, quotas).items():
+        found |= find(name).demand(**counts)
+    return found
+
+
+def headers_of(field: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Also of clients whose headers are no Mapping, but have `items()` as one."""
+    items = getattr(headers, "items", None)
+    if not callable(items) or isinstance(headers, type):
+        raise InvalidAction(field, headers, "texts by name, such as {'Accept': 'text/plain'}")
+    found = dict(items())
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidAction(field, {name: value}, "texts by name, such as {'Accept': 'text/plain'}")
+    return found
+
+
+def sendable_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    found = {} if headers is None else headers_of("headers", headers)
+    for name, value in found.items():
+        if not _TOKEN.fullmatch(name):
+            raise InvalidAction("headers", name, "the name of a header, such as 'Accept'")
+        if set(value) & _NOT_IN_HEADERS:
+            raise InvalidAction(f"headers[{name!r}]", value, "text on one line")
+        bytes_of(f"headers[{name!r}]", value)
+    return found
+
+
+def status_of(status: int) -> int:
+    if not isinstance(status, int) or not STATUS_MIN <= status <= STATUS_MAX:
+        raise InvalidAction("status", status, "the status of an HTTP answer, such as 200")
+    return status
+
+
+def method_of(method: str) -> str:
+    if not isinstance(method, str) or not _TOKEN.fullmatch(method):
+        raise InvalidAction("method", method, "an HTTP method, such as 'GET'")
+    return method.upper()
+
+
+def params_of(params: Params | None) -> dict[str, str | list[str]]:
+    """As text. What None or True should be is different from API to API: the caller says it."""
+    if params is not None and not isinstance(params, Mapping):
+        raise InvalidAction("params", params, "texts or numbers by name, such as {'q': 'weather', 'page': 2}")
+    found: dict[str, str | list[str]] = {}
+    for name, value in (params or {}).items():
+        each = value if isinstance(value, list | tuple) else [value]
+        if not isinstance(name, str) or not all(_is_param(one) for one in each):
+            raise InvalidAction(f"params[{name!r}]", value, "text or a number, or a list of them")
+        found[name] = [str(one) for one in each]
+    return found
+
+
+def _is_param(value: object) -> bool:
+    return isinstance(value, str) or type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def seconds_of(field: str, seconds: float) -> float:
+    if type(seconds) not in (int, float) or not 0.0 < seconds < math.inf:
+        raise InvalidAction(field, seconds, "a positive, finite number of seconds")
+    return seconds
 
 
 def bytes_of(field: str, content: Content) -> bytes:

@@ -19,9 +19,20 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tangram.client.api import RETRIES, TIMEOUT_S, Api
-from tangram.client.checks import Life, PathText, commands_of, path_of, require_cores, require_limits, variables_of
+from tangram.client.checks import (
+    Life,
+    PathText,
+    Quotas,
+    commands_of,
+    path_of,
+    quota_counts,
+    quota_demand,
+    require_cores,
+    require_limits,
+    variables_of,
+)
 from tangram.client.functions import CallResult, Function, Functions
-from tangram.client.models import Inference, demand_of, inference_of, payload_of
+from tangram.client.models import Inference, demand_of, devices_of, inference_of, payload_of, refused, services_of
 from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
 from tangram.client.sizes import in_bytes
@@ -30,16 +41,16 @@ from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Event, Pool
+from tangram.core.messages import Event, Pool, RunChanged
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.errors import InvalidAction, InvalidConfig
+from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import Call, EndpointManager, EndpointSpec, FunctionManager, Post
 from tangram.managers.http import Http
 from tangram.managers.models import Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
-from tangram.managers.quota import Quota, QuotaManager
+from tangram.managers.quota import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec, Work
 from tangram.service.orchestrator import Decider, Orchestrator
 
@@ -65,7 +76,7 @@ class Client:
         self._numbers = count(1)
         self._building: dict[str, asyncio.Lock] = {}
         self._http = Http()
-        self._functions = Functions(transport, self._life, self._prefix)
+        self._functions = Functions(transport, self._life, self._prefix, transport.quota)
         self._stack = ExitStack()
         self._warm = 0
 
@@ -201,21 +212,32 @@ class Client:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        quotas: Quotas | None = None,
         idempotent: bool = True,
     ) -> Inference:
         """Call a model service, as one action on devices: `(await t.infer("judge", {"text": "..."})).json()`.
 
-        A payload that is neither bytes nor text goes as JSON. `devices`: how many, where the service runs on several
-        numbers of them; None: whatever ends soonest. `idempotent`: a call that our side lost may be made again.
+        A payload that is neither bytes nor text goes as JSON, in which NaN stays NaN. `devices`: how many, where the
+        service runs on several numbers of them; None: whatever ends soonest. `timeout_s`: of the call, without copying
+        the model; None: `Service.call_s_max`. `quotas`: what the call needs of APIs, granted together with its devices,
+        such as {"search": 1}. `idempotent`: a call that our side lost may be made again.
+
+        Raises InvalidAction for what cannot be meant, also for a payload that the engine finds wrong. All else is a
+        record, told apart by its `status`.
         """
         self._life.require()
-        demand = demand_of(self._transport.service(service), devices)
+        found = self._transport.service(service)
         action = Action(
-            id=f"{self._prefix}-{next(self._numbers)}", demand=demand, run=run, trajectory=trajectory, task=task,
-            kind="infer", key=key, service=service, timeout_s=timeout_s, deadline_s=deadline_s, priority=priority,
-            idempotent=idempotent,
+            id=f"{self._prefix}-{next(self._numbers)}",
+            demand=demand_of(found, devices, quota_demand("quotas", quotas, self._transport.quota)),
+            run=run, trajectory=trajectory, task=task, kind="infer", key=key, service=service,
+            timeout_s=found.call_s_max if timeout_s is None else timeout_s, deadline_s=deadline_s, priority=priority,
+            idempotent=idempotent, at_once=not quotas,
         )  # fmt: skip
-        settled = await self._transport.submit(action, Infer(payload=payload_of(payload))).settled()
+        try:
+            settled = await self._transport.submit(action, Infer(payload=payload_of(payload))).settled()
+        except AdmissionRefused as refusal:
+            return refused(service, refusal.reason)
         return inference_of(service, settled)
 
     # ---- functions ----
@@ -229,13 +251,14 @@ class Client:
 
     async def try_call(self, target: Function[..., Any] | EndpointSpec, /, *args: Any, **options: Any) -> CallResult:
         """As `call`, but every end is a record, told apart by its `kind`. Options besides the arguments of the
-        function: `run`, `trajectory`, `task`, `priority`, `deadline_s`, `idempotency_key`."""
+        function: `run`, `trajectory`, `task`, `priority`, `deadline_s`, `idempotency_key`, `quotas`."""
         return await self._functions.try_call(target, *args, **options)
 
     # ---- quotas ----
 
     def add_quota(self, quota: Quota) -> None:
-        """What an API allows, from now on. One of the same name is replaced, with those who wait for it."""
+        """What an API allows, from now on. One of the same name is replaced: those who wait keep their places, and what
+        the API said about its limits still holds."""
         self._life.require()
         if not isinstance(quota, Quota):
             raise InvalidConfig("quota", quota, "a tangram.Quota, such as Quota('search', concurrent=8)")
@@ -243,10 +266,11 @@ class Client:
 
     def quota(
         self,
-        name: str,
+        quotas: Quotas,
         *,
         requests: int = 1,
         tokens: int = 0,
+        at_once: bool | None = None,
         run: str = "default",
         trajectory: str = "",
         task: str = "",
@@ -257,17 +281,29 @@ class Client:
         """A part of a quota, around a client of your own: `async with t.quota("search"): ...`.
 
         Entering waits until so many requests may be made, with so many tokens in all where the quota counts them (an
-        estimate, to be corrected by `spent`). `deadline_s`: how long all of it may take, waiting included.
+        estimate, to be corrected by `spent`). Several quotas are granted together or not at all:
+        `t.quota({"search": 1, "judge": {"requests": 1, "tokens": 500}})`.
+
+        `at_once`: all is sent within a second of entering, and counts from then. False: it is sent at any time inside,
+        and counts from leaving. None: True for one request, False for more. `deadline_s`: how long entering may take;
+        whoever is inside stays there.
         """
         self._life.require()
-        quota = self._transport.quota(name)
+        if isinstance(quotas, str):
+            counts = {quotas: {REQUESTS: requests, TOKENS: tokens}}
+        elif (requests, tokens) == (1, 0) and quotas:
+            counts = quota_counts("quotas", quotas)
+        else:
+            raise InvalidAction("quotas", quotas, "a name; or numbers by name, without `requests` and `tokens` beside")
+        found = {name: self._transport.quota(name) for name in counts}
+        pools = {kind: units for name, quota in found.items() for kind, units in quota.demand(**counts[name]).items()}
+        if at_once is None:
+            at_once = sum(count[REQUESTS] for count in counts.values()) == 1
         action = Action(
-            id=f"{self._prefix}-{next(self._numbers)}",
-            demand=Demand(quota.demand(requests=requests, tokens=tokens)),
-            run=run, trajectory=trajectory, task=task, kind="api", key=key or name, priority=priority,
-            deadline_s=deadline_s,
+            id=f"{self._prefix}-{next(self._numbers)}", demand=Demand(pools), run=run, trajectory=trajectory, task=task,
+            kind="api", key=key or "+".join(found), priority=priority, deadline_s=deadline_s, at_once=at_once,
         )  # fmt: skip
-        return QuotaUse(self._transport, self._life, quota, action)
+        return QuotaUse(self._transport, self._life, found, action)
 
     def api(
         self,
@@ -285,18 +321,23 @@ class Client:
     ) -> Api:
         """An HTTP API whose quota is `name`: `await t.api("search", "https://...").get("v1/search")`.
 
-        `timeout_s` is that of one try. What is refused or does not arrive is tried again, so many times.
+        `timeout_s` is that of one try. What is refused, fails or does not arrive is tried again, so many times.
         """
         self._life.require()
         self._transport.quota(name)
 
         def use(tokens: int) -> QuotaUse:
             return self.quota(
-                name, tokens=tokens, run=run, trajectory=trajectory, task=task, key=key, priority=priority
+                name, tokens=tokens, at_once=True, run=run, trajectory=trajectory, task=task, key=key, priority=priority
             )
 
-        return Api(self._http, use, base_url=base_url, headers=variables_of("headers", headers), timeout_s=timeout_s,
-                   retries=retries)  # fmt: skip
+        return Api(self._http, use, base_url=base_url, headers=headers, timeout_s=timeout_s, retries=retries)
+
+    def weigh(self, run: str, weight: float) -> None:
+        """How much a run gets of what several want: one of weight 2.0 twice as much as one of 1.0, which all have
+        until it is said."""
+        self._life.require()
+        self._transport.tell(RunChanged(run=run, weight=weight))
 
     # ---- many at once ----
 
@@ -407,11 +448,9 @@ def connect(
 def _models(
     services: Iterable[Service], devices: Iterable[DeviceSpec], node: str, tell: Callable[[Event], None]
 ) -> ModelManager | None:
-    found, chosen = list(services), list(devices)
+    found, chosen = services_of(services), devices_of(devices)
     if not found and not chosen:
         return None
-    if not all(isinstance(service, Service) for service in found):
-        raise InvalidConfig("services", found, "tangram.Service, such as Service(name='judge', engine=...)")
     chosen = chosen or list(discover())
     if not chosen:
         raise InvalidConfig("devices", chosen, "devices such as tangram.Emulated(...): this machine has none of CUDA")
@@ -419,9 +458,10 @@ def _models(
 
 
 def _quotas(quotas: Iterable[Quota]) -> list[Quota]:
-    found = list(quotas)
-    if not all(isinstance(quota, Quota) for quota in found) or len({quota.name for quota in found}) < len(found):
-        raise InvalidConfig("quotas", found, "tangram.Quota, each with a name of its own")
+    found = list(quotas) if isinstance(quotas, Iterable) else []
+    alike = all(isinstance(quota, Quota) for quota in found) and isinstance(quotas, Iterable)
+    if not alike or len({quota.name for quota in found}) < len(found):
+        raise InvalidConfig("quotas", quotas, "a list of tangram.Quota, each with a name of its own")
     return found
 
 

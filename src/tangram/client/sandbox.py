@@ -24,9 +24,10 @@ from tangram.client.checks import (
     Life,
     OnOutput,
     PathText,
+    Quotas,
     bytes_of,
     path_of,
-    require_counts,
+    quota_demand,
     require_listener,
     require_mode,
     variables_of,
@@ -186,6 +187,7 @@ class Sandbox:
             priority=priority,
             idempotent=idempotent,
             duration_s=duration_s,
+            at_once=demand.pools.keys() == {CPU},  # a program asks an API whenever it likes
         )
 
     # ---- commands ----
@@ -201,7 +203,7 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         stdin: Content = b"",
         key: str = "",
-        quotas: Mapping[str, int] | None = None,
+        quotas: Quotas | None = None,
         speedup: Speedup | None = None,
         duration_s: float | None = None,
         priority: int = 0,
@@ -213,8 +215,8 @@ class Sandbox:
 
         A string goes through a shell, a list of words does not; `{cpus}` in it becomes the number of cores that it got.
         `cpus`: a number, or (least, most) for commands that run faster on more, or None for what is learned. `quotas`:
-        how many requests it makes of which API. `key`: your word for commands that behave alike. `timeout_s` counts
-        from its start, `deadline_s` from now.
+        how many requests it makes of which API, at any time until it ends. `key`: your word for commands that behave
+        alike. `timeout_s` counts from its start, `deadline_s` from now.
         """
         work = _work(command, cwd=cwd, env=env, stdin=stdin, capture=capture)
         action = self._action(
@@ -223,12 +225,9 @@ class Sandbox:
         )  # fmt: skip
         return await self._run_to_end(action, work, on_output)
 
-    def _demand(self, cpus: Cpus, quotas: Mapping[str, int] | None, speedup: Speedup | None) -> Demand:
+    def _demand(self, cpus: Cpus, quotas: Quotas | None, speedup: Speedup | None) -> Demand:
         """All that it needs is granted together."""
-        pools = {CPU: amounts(cpus)}
-        for name, requests in require_counts("quotas", quotas).items():
-            pools |= self._transport.quota(name).demand(requests=requests)
-        return Demand(pools, speedup)
+        return Demand({CPU: amounts(cpus), **quota_demand("quotas", quotas, self._transport.quota)}, speedup)
 
     async def start(
         self,
@@ -361,7 +360,7 @@ class Session:
         cwd: PathText = "",
         env: Mapping[str, str] | None = None,
         key: str = "",
-        quotas: Mapping[str, int] | None = None,
+        quotas: Quotas | None = None,
         speedup: Speedup | None = None,
         priority: int = 0,
         capture: int | str = CAPTURE_BYTES_MAX,

@@ -214,6 +214,10 @@ class SyncClient:
     def add_quota(self, quota: Quota) -> None:
         self._portal.wait(_soon(self._wrapped.add_quota, quota))
 
+    @functools.wraps(Client.weigh)
+    def weigh(self, run: str, weight: float) -> None:
+        self._portal.wait(_soon(self._wrapped.weigh, run, weight))
+
     infer = _waiting(Client.infer)
     call = _waiting(Client.call)
     try_call = _waiting(Client.try_call)

@@ -171,4 +171,5 @@ class LocalTransport:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._quotas.close()
         await self.orchestrator.__aexit__(kind, error, trace)

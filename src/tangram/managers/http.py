@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.pace import TOO_MANY
+from tangram.managers.pace import OVERLOADED, TOO_MANY, UNAVAILABLE
 
 if TYPE_CHECKING:
     import aiohttp
 
 CONNECT_S_MAX = 10.0
-PASSING = (TOO_MANY, 408, 425, 502, 503, 504)
-"""What a server answers when the same request may well succeed later."""
+NOT_DONE = (TOO_MANY, UNAVAILABLE, OVERLOADED, 425)
+"""What a server answers that has not carried out what was asked."""
+PASSING = (*NOT_DONE, 408, 502, 504)
+"""What a server answers when the same request may well succeed later. It may have been carried out."""
 
 
 class TooLarge(ManagerError):
@@ -60,10 +62,18 @@ class Http:
     async def request(self, method: str, url: str, *, timeout_s: float, bytes_max: int, **options: Any) -> Answer:
         session = await self._opened()
         import aiohttp
+        import yarl
 
+        try:
+            address = yarl.URL(url)
+            known = address.scheme in ("http", "https") and address.host
+        except (TypeError, ValueError):
+            known = None
+        if not known:
+            raise InvalidAction("url", url, "an address such as https://api.example.com/search")
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S_MAX))
         try:
-            async with session.request(method, url, timeout=limit, allow_redirects=False, **options) as response:
+            async with session.request(method, address, timeout=limit, allow_redirects=False, **options) as response:
                 content = await _read(response, bytes_max)
                 headers = {name.lower(): value for name, value in response.headers.items()}
                 return Answer(response.status, headers, content)

@@ -2,8 +2,8 @@
 
 Owns the names of those pools and every hold on them. Never talks to an API: whoever holds a quota does. Decides nothing
 but how much of a quota may be used after the API has complained (`Pace`). Promises that what a quota allows is granted
-once, in any stretch of time and whatever clock the API counts by, and that a hold ends when its holder lets go, is
-cancelled or is gone.
+once, in any stretch of time and whatever clock the API counts by, and that a hold ends when its holder lets go and not
+before: whoever is stopped while it asks an API holds the quota until it has left. The end of the manager ends all.
 
     search             requests under way
     search/requests    requests in a window of time
@@ -13,6 +13,7 @@ cancelled or is gone.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -33,7 +34,12 @@ ARRIVAL_S = 1.0
 """By then a request has reached the API, also on a busy machine. Only what takes longer than that is counted from then
 on instead of from its end."""
 
+PAUSE_SAID_S = 5.0
+"""Who waits longer than this because of an API is told why."""
+
 Tell = Callable[[Event], None]
+
+log = logging.getLogger("tangram")
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -120,9 +126,11 @@ class HoldLease:
         self.granted_at = loop.time()
         self._ended: asyncio.Future[Ended] = loop.create_future()
         self._on_end = on_end
+        self._stopped = self._given_up = False
 
     async def wait(self) -> Ended:
-        return await self._ended
+        await asyncio.wait({self._ended})
+        return self._ended.result()
 
     def let_go(self, spent: dict[str, int] | None = None) -> None:
         """Done. `spent`: what was really used of pools that were granted by estimate."""
@@ -137,7 +145,17 @@ class HoldLease:
         return None
 
     async def stop(self) -> None:
-        self.let_go()
+        """Only its holder can let go: what it has asked for is under way, whatever becomes of the action here."""
+        self._stopped = True
+        if self._given_up:
+            self.let_go()
+        await asyncio.wait({self._ended})
+
+    def give_up(self) -> None:
+        """All ends: a stop no longer waits for the holder."""
+        self._given_up = True
+        if self._stopped:
+            self.let_go()
 
 
 class QuotaManager:
@@ -150,6 +168,7 @@ class QuotaManager:
         self._pace_by_quota = {name: Pace(_slowest(quota)) for name, quota in self._quotas.items()}
         self._holds: dict[str, HoldLease] = {}
         self._alarms: dict[str, asyncio.TimerHandle] = {}
+        self._closing = False
 
     def pools(self) -> tuple[Pool, ...]:
         return tuple(pool for quota in self._quotas.values() for pool in quota.pools())
@@ -158,17 +177,19 @@ class QuotaManager:
 
     def add(self, quota: Quota) -> None:
         """From now on it can be asked for. The same one may be added again; another one of the same name replaces it,
-        unless it counts something else."""
+        unless it counts something else. What the API said about its limits still holds."""
         old = self._quotas.get(quota.name)
         if old is not None and {pool.kind for pool in old.pools()} != {pool.kind for pool in quota.pools()}:
             raise InvalidConfig(f"quota {quota.name}", quota, "the same kinds of limits as before")
+        if old == quota:
+            return
         self._quotas[quota.name] = quota
-        if old != quota:
-            self._pace_by_quota[quota.name] = Pace(_slowest(quota))
-            self._announce(quota, 1.0)
+        pace = self._pace_by_quota.setdefault(quota.name, Pace(_slowest(quota)))
+        pace.window(_slowest(quota))
+        self._follow(quota.name)
 
     def get(self, name: str) -> Quota:
-        quota = self._quotas.get(name)
+        quota = self._quotas.get(name) if isinstance(name, str) else None
         if quota is None:
             known = ", ".join(map(repr, self._quotas)) or "none; add one with t.add_quota(...)"
             raise InvalidAction("quota", name, f"one of {known}")
@@ -176,22 +197,26 @@ class QuotaManager:
 
     def advise(self, name: str, advice: Advice, granted_at: float | None = None) -> None:
         """What an API said about its limits, in an answer to a request of which the quota was granted then."""
-        quota, pace = self.get(name), self._pace_by_quota[name]
-        now = asyncio.get_running_loop().time()
+        self.get(name)
+        pace, now = self._pace_by_quota[name], asyncio.get_running_loop().time()
+        before_s = pace.paused_s(now)
         pace.heard(advice, now, now if granted_at is None else granted_at)
-        self._follow(quota, pace)
+        pause_s = pace.paused_s(now)
+        if pause_s > before_s + PAUSE_SAID_S:
+            log.warning("quota %s: its API complained, nothing is asked of it for %.0f s", name, pause_s)
+        self._follow(name)
 
-    def _follow(self, quota: Quota, pace: Pace) -> None:
+    def _follow(self, name: str) -> None:
         """Say how much there is now, and look again when that changes."""
-        loop = asyncio.get_running_loop()
+        loop, pace = asyncio.get_running_loop(), self._pace_by_quota[name]
         now = loop.time()
-        self._announce(quota, pace.share(now))
-        alarm = self._alarms.pop(quota.name, None)
+        self._announce(self._quotas[name], pace.share(now))
+        alarm = self._alarms.pop(name, None)
         if alarm is not None:
             alarm.cancel()
         again_s = pace.changes_in(now)
         if again_s is not None:
-            self._alarms[quota.name] = loop.call_later(again_s, self._follow, quota, pace)
+            self._alarms[name] = loop.call_later(again_s, self._follow, name)
 
     def _announce(self, quota: Quota, share: float) -> None:
         if share <= 0.0:
@@ -204,6 +229,8 @@ class QuotaManager:
 
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> HoldLease:
         hold = self._holds[action.id] = HoldLease(lambda: self._holds.pop(action.id, None))
+        if self._closing:
+            hold.give_up()
         return hold
 
     def let_go(self, action: str, spent: dict[str, int] | None = None) -> None:
@@ -215,6 +242,13 @@ class QuotaManager:
     def granted_at(self, action: str) -> float | None:
         hold = self._holds.get(action)
         return None if hold is None else hold.granted_at
+
+    def close(self) -> None:
+        """Wait for no holder any more. Whoever closes the orchestrator says so before: that stops all actions, and
+        waits until they have ended."""
+        self._closing = True
+        for hold in list(self._holds.values()):
+            hold.give_up()
 
     async def __aenter__(self) -> Self:
         return self
