@@ -1,7 +1,8 @@
 """An engine without a model: its weights are bytes of a seed, and an answer proves that they are where they should be.
 
 The answer to a payload is a checksum of all bytes that lie on the devices, the payload, and how many payloads were in
-the call. Some payloads misbehave instead; `wait:FILE` and `stubborn:FILE` touch FILE when they have begun.
+the call. Some payloads misbehave instead; `wait:FILE` and `stubborn:FILE` touch FILE when they have begun. `calls` is a
+file that is told all payloads.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class BytesEngine(Engine):
         return views
 
     def call(self, loaded: list[memoryview], payloads: list[bytes]) -> list[bytes]:
+        if "calls" in self.faults:
+            with open(self.faults["calls"], "ab") as file:
+                file.write(b"".join(payload + b"\n" for payload in payloads))
         for payload in payloads:
             self.misbehave(payload)
         answers = [said(loaded, payload, len(payloads)) for payload in payloads]

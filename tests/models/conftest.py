@@ -46,19 +46,34 @@ class Rig:
         self._numbers = count(1)
 
     async def start(
-        self, name: str, chunk: tuple[int, ...] = (0,), payload: bytes = b"", batch: str = ""
+        self,
+        name: str,
+        chunk: tuple[int, ...] = (0,),
+        payload: bytes = b"",
+        batch: str = "",
+        *,
+        again: str = "",
+        attempt: int = 1,
+        idempotent: bool = True,
     ) -> InferLease:
+        """`again`: the id of an action that was lost, to be made again."""
         action = Action(
-            id=f"a{next(self._numbers)}", demand=Demand({GPU: fixed(len(chunk))}), service=name, kind="infer"
+            id=again or f"a{next(self._numbers)}",
+            demand=Demand({GPU: fixed(len(chunk))}),
+            service=name,
+            kind="infer",
+            idempotent=idempotent,
         )
         share = Share(f"{GPU}@local", len(chunk), len(chunk), chunk)
-        grant = Grant(action.id, "local", (share,), len(chunk), 1, batch)
+        grant = Grant(action.id, "local", (share,), len(chunk), attempt, batch)
         lease = await self.manager.start(action, grant, Infer(payload=payload))
         assert isinstance(lease, InferLease)
         return lease
 
-    async def call(self, name: str, chunk: tuple[int, ...] = (0,), payload: bytes = b"", batch: str = "") -> Ended:
-        return await (await self.start(name, chunk, payload, batch)).wait()
+    async def call(
+        self, name: str, chunk: tuple[int, ...] = (0,), payload: bytes = b"", batch: str = "", **options: Any
+    ) -> Ended:
+        return await (await self.start(name, chunk, payload, batch, **options)).wait()
 
     def told(self) -> list[str]:
         """`+name 0,1` for Resident, `-name 0,1` for Evicted, in order."""

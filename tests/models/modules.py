@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import signal
@@ -46,6 +47,10 @@ def misbehave(module: Any, payload: bytes) -> bytes:
         module(torch.zeros(1, FEATURES))
         time.sleep(0)
     return json.dumps(torch.get_num_threads()).encode()
+
+
+def raising(module: Any, payload: bytes) -> bytes:
+    raise getattr(builtins, payload.decode())("as asked")
 
 
 class Unpicklable(torch.nn.Module):

@@ -1,7 +1,10 @@
 """A server that keeps the contract of sleep mode: `python sleepy_server.py PORT LOG`. It writes down what it is asked.
 
-Prompts: `crash` ends it, `wait` is never answered, `wrong` is the fault of the caller, `broken` that of the server,
-`lazy` makes it refuse to sleep from then on. Called while it sleeps, it fails.
+Prompts: `crash` ends it, `wait` is never answered, `wrong` is the fault of the caller, `broken` that of the server, a
+number is the status of the answer, `lazy` makes it refuse to sleep from then on. Called while it sleeps, it fails.
+
+A third word breaks the contract: `unhealthy` is never ready, `sleepless` has no sleep mode, `garbled` speaks no JSON of
+it, `drowsy` starts asleep and never wakes up.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import sys
 
 from aiohttp import web
 
-PORT, LOG = int(sys.argv[1]), sys.argv[2]
-state = {"sleeping": False, "lazy": False, "together": 0, "most": 0}
+PORT, LOG, FAULT = int(sys.argv[1]), sys.argv[2], "".join(sys.argv[3:])
+state = {"sleeping": FAULT == "drowsy", "lazy": False, "together": 0, "most": 0}
 
 
 def note(word: str) -> None:
@@ -22,10 +25,12 @@ def note(word: str) -> None:
 
 
 async def health(request: web.Request) -> web.Response:
-    return web.Response()
+    return web.Response(status=500 if FAULT == "unhealthy" else 200)
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
+    if FAULT == "garbled":
+        return web.Response(text="<html>")
     return web.json_response({"is_sleeping": state["sleeping"]})
 
 
@@ -39,7 +44,7 @@ async def sleep(request: web.Request) -> web.Response:
 
 async def wake_up(request: web.Request) -> web.Response:
     note("wake_up")
-    state["sleeping"] = False
+    state["sleeping"] = FAULT == "drowsy"
     return web.Response()
 
 
@@ -51,6 +56,8 @@ async def completions(request: web.Request) -> web.Response:
         os._exit(3)
     if prompt == "wrong":
         return web.Response(status=400, text="no such parameter")
+    if prompt.isdigit():
+        return web.Response(status=int(prompt), text="as you like")
     if prompt == "broken":
         return web.Response(status=500, text="out of luck")
     state["lazy"] = state["lazy"] or prompt == "lazy"
@@ -74,6 +81,7 @@ async def completions(request: web.Request) -> web.Response:
 if __name__ == "__main__":
     note(f"start {os.getpid()}")
     app = web.Application()
-    app.add_routes([web.get("/health", health), web.get("/is_sleeping", is_sleeping)])
-    app.add_routes([web.post("/sleep", sleep), web.post("/wake_up", wake_up), web.post("/v1/completions", completions)])
+    app.add_routes([web.get("/health", health), web.post("/v1/completions", completions)])
+    if FAULT != "sleepless":
+        app.add_routes([web.get("/is_sleeping", is_sleeping), web.post("/sleep", sleep), web.post("/wake_up", wake_up)])
     web.run_app(app, host="127.0.0.1", port=PORT, print=None, handler_cancellation=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,38 @@ def test_a_load_that_fails_halfway_leaves_nothing_and_spares_who_need_not_go(
 
     services = [service("old", 1), service("broken", 2, degrees=degrees, load=f"raise:{flag}")]
     run(Rig(services, devices(2, memory_bytes=2 * SIZE)), test)
+
+
+def test_a_load_that_had_to_make_room_and_fails_costs_those_who_had_to_go_and_nobody_else(flag: Flag) -> None:
+    async def test(rig: Rig) -> None:
+        await answers(rig, "old", 1)
+        await answers(rig, "kept", 2)
+        flag.raise_it()
+        with pytest.raises(ManagerError, match="load fails"):
+            await rig.call("broken")
+        assert rig.told() == ["+old 0", "+kept 0", "-old 0"]
+        assert rig.manager._counts.used(0) == SIZE
+        await answers(rig, "kept", 2)
+        await answers(rig, "old", 1)
+        assert rig.told()[3:] == ["+old 0"]
+
+    services = [service("old", 1), service("kept", 2), service("broken", 3, load=f"raise:{flag}")]
+    run(Rig(services, devices(1, memory_bytes=2 * SIZE)), test)
+
+
+def test_a_load_that_fails_between_two_devices_leaves_nothing_on_the_first() -> None:
+    async def test(rig: Rig) -> None:
+        rig.manager._counts.add(1, 1, SIZE)  # somebody else has taken the second one
+        with pytest.raises(ManagerError, match=rf"device 1 has 0 of its {SIZE} bytes free, and {SIZE // 2} are needed"):
+            await rig.call("wide", (0, 1))
+        assert [rig.manager._counts.used(device) for device in range(2)] == [0, SIZE]
+        assert rig.told() == []
+        await answers(rig, "old", 1)
+        rig.manager._counts.add(1, 1, -SIZE)
+        await answers(rig, "wide", 2, (0, 1))
+
+    services = [service("old", 1), service("wide", 2, degrees=(2,))]
+    run(Rig(services, devices(2, memory_bytes=SIZE)), test)
 
 
 def test_a_load_that_wants_more_than_it_said_fails_with_the_sizes_and_leaves_nothing() -> None:
@@ -194,7 +227,8 @@ def test_those_behind_a_crash_in_their_turn_are_served_by_the_next_process() -> 
 def test_an_engine_that_raises_is_our_failure_and_the_service_stays() -> None:
     async def test(rig: Rig) -> None:
         ended = await rig.call("a", payload=b"raise")
-        assert ended.lost == "service a failed: RuntimeError: no such token"
+        said = r"service a failed: RuntimeError: no such token \(bytes_engine\.py, line \d+, in misbehave\)"
+        assert re.fullmatch(said, ended.lost)
         await answers(rig, "a", 1)
         assert rig.told() == ["+a 0"]
 
@@ -225,6 +259,47 @@ def test_a_payload_that_breaks_a_batch_breaks_only_its_own_call() -> None:
         assert "no such token" in raised.lost
 
     run(Rig([service("a", batch_max=8)], devices(1)), test)
+
+
+def test_what_must_not_be_repeated_is_not_called_again_when_its_batch_fails(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def test(rig: Rig) -> None:
+        payloads = {b"x": True, b"raise": True, b"once": False, b"y": True}
+        starts = (rig.start("a", payload=p, batch="lead", idempotent=again) for p, again in payloads.items())
+        leases = await asyncio.gather(*starts)
+        x, raised, once, y = [await lease.wait() for lease in leases]
+        assert "service a failed together with 3 others: RuntimeError: no such token" in once.lost
+        assert "service a failed: RuntimeError: no such token" in raised.lost
+        assert (x.answer, y.answer) == (expected(1, SIZE, b"x"), expected(1, SIZE, b"y"))
+        assert log.read_text().split() == ["x", "raise", "once", "y", "x", "raise", "y"]
+
+    run(Rig([service("a", batch_max=8, calls=str(log))], devices(1)), test)
+
+
+def test_a_batch_of_what_must_not_be_repeated_counts_once_when_it_fails() -> None:
+    async def test(rig: Rig) -> None:
+        for _ in range(3):
+            await asyncio.gather(*(rig.call("a", payload=b"raise", batch="lead", idempotent=False) for _ in range(4)))
+        with pytest.raises(AdmissionRefused, match="no such token"):
+            await rig.call("a", payload=b"x")
+
+    run(Rig([service("a", batch_max=4)], devices(1), circuit_pause_s=3600.0), test)
+
+
+def test_what_was_lost_with_a_batch_is_made_again_alone() -> None:
+    """Else one that kills its process each time takes the others along each time."""
+
+    async def test(rig: Rig) -> None:
+        payloads = {"k": b"crash", "i": b"x"}
+        for attempt in (1, 2):
+            killer, other = await asyncio.gather(
+                *(rig.call("a", payload=p, batch="l", again=id_, attempt=attempt) for id_, p in payloads.items())
+            )
+            assert killer.lost and bool(other.lost) == (attempt == 1)
+        assert other.answer == expected(1, SIZE, b"x")
+
+    run(Rig([service("a", batch_max=2)], devices(1)), test)
 
 
 def test_an_engine_that_gives_too_few_answers_is_found_out() -> None:
@@ -428,12 +503,66 @@ def test_crashes_of_calls_count_as_well_and_one_batch_counts_once() -> None:
     run(Rig([service("a", batch_max=4)], devices(1), circuit_pause_s=3600.0), test)
 
 
+def test_a_payload_that_kills_the_process_opens_the_circuit_only_after_three_actions() -> None:
+    async def test(rig: Rig) -> None:
+        await answers(rig, "a", 1)
+        for action in ("one", "two", "three"):
+            assert not rig.manager._circuits["a"].is_open
+            for attempt in (1, 2, 3) if action != "three" else (1,):
+                assert (await rig.call("a", payload=b"crash", again=action, attempt=attempt)).lost
+        with pytest.raises(AdmissionRefused, match="failed 3 times in a row"):
+            await rig.call("a", payload=b"x")
+
+    run(Rig([service("a")], devices(1), circuit_pause_s=3600.0), test)
+
+
+def test_loads_that_fail_count_once_for_each_action(flag: Flag) -> None:
+    async def test(rig: Rig) -> None:
+        flag.raise_it()
+        for action in ("one", "two", "three"):
+            assert not rig.manager._circuits["a"].is_open
+            for attempt in (1, 2, 3) if action != "three" else (1,):
+                with pytest.raises(ManagerError, match="load fails"):
+                    await rig.call("a", again=action, attempt=attempt)
+        with pytest.raises(AdmissionRefused, match="load fails"):
+            await rig.call("a")
+
+    run(Rig([service("a", load=f"raise:{flag}")], devices(1), circuit_pause_s=3600.0), test)
+
+
+def test_a_service_that_worked_is_loaded_afresh_after_three_actions_that_raised() -> None:
+    async def test(rig: Rig) -> None:
+        await answers(rig, "a", 1)
+        for _ in range(2):
+            assert "no such token" in (await rig.call("a", payload=b"raise")).lost
+        assert rig.told() == ["+a 0"]
+        assert "no such token" in (await rig.call("a", payload=b"raise")).lost
+        await until(lambda: rig.told() == ["+a 0", "-a 0"])
+        for _ in range(10):
+            assert "no such token" in (await rig.call("a", payload=b"raise")).lost
+        await answers(rig, "a", 1)
+        assert rig.told() == ["+a 0", "-a 0", "+a 0"], "a fresh load that did not help is not repeated"
+
+    run(Rig([service("a")], devices(1), circuit_pause_s=3600.0), test)
+
+
+def test_those_behind_the_third_that_raised_are_served_by_the_fresh_load() -> None:
+    async def test(rig: Rig) -> None:
+        payloads = [b"x", b"raise", b"raise", b"raise", b"y"]
+        ends = await asyncio.gather(*(rig.call("a", payload=payload, batch="lead") for payload in payloads))
+        assert [bool(ended.lost) for ended in ends] == [False, True, True, True, False]
+        assert rig.told() == ["+a 0", "-a 0", "+a 0"]
+        assert rig.manager.statistics().calls == 5
+
+    run(Rig([service("a")], devices(1)), test)
+
+
 def test_a_restore_that_fails_says_so_and_leaves_nothing(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         flag.raise_it()
         with pytest.raises(ManagerError, match="load fails"):
             await rig.manager.restore("a", (0,))
-        assert rig.told() == []
+        assert rig.told() == ["-a 0"]
         flag.lower()
         await answers(rig, "a", 1)
 

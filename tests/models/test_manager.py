@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from tangram.core.messages import Grant, Pool, Share
 from tangram.errors import InvalidAction, InvalidConfig, InvariantError, ManagerError
 from tangram.managers.models import Infer, ModelManager, Service
 from tangram.managers.work import MIB, Hold
+
+
+class Elsewhere(BytesEngine):
+    """Its weights are not those that it prepares."""
+
+    elsewhere = True
 
 
 def test_it_has_one_pool_with_its_devices() -> None:
@@ -287,6 +294,14 @@ def test_a_model_whose_weights_turn_out_larger_is_refused_before_anything_runs()
         {"name": "a", "degrees": (2, 1)},
         {"name": "a", "memory_bytes": -1},
         {"name": "a", "load_s_max": 0.0},
+        {"name": "a", "call_s_max": 0.0},
+        {"name": "a", "call_s_max": "600"},
+        {"name": "a", "degrees": (1, "2")},
+        {"name": "a", "degrees": [1, 2]},
+        {"name": "a", "degrees": 2},
+        {"name": "a", "engine": None},
+        {"name": "a", "engine": BytesEngine},
+        {"name": "a", "engine": Elsewhere()},
         {"name": "a", "engine": "module"},
         {"name": "a", "engine": BytesEngine(), "arguments": {"seed": 1}},
     ],
@@ -302,15 +317,47 @@ def test_what_cannot_be_registered_together_is_refused() -> None:
             ModelManager(services, specs, lambda _: None)
     with pytest.raises(InvalidConfig, match="so many devices"):
         ModelManager([service("a", degrees=(4,))], devices(2), lambda _: None)
-    unpickled = Service(name="a", engine=lambda: None)
+    for wrong in (service("a"), [service("a"), "b"], 2, None):
+        with pytest.raises(InvalidConfig, match=r"services: expected a list of tangram\.Service"):
+            ModelManager(wrong, devices(1), lambda _: None)  # type: ignore[arg-type]
+    for wrong in (2, ["cuda:0"], "cuda:0", devices(1)[0]):
+        with pytest.raises(InvalidConfig, match="devices: expected a list of devices"):
+            ModelManager([service("a")], wrong, lambda _: None)  # type: ignore[arg-type]
+    unpickled = Service(name="a", engine=BytesEngine(load=lambda: None))
     with pytest.raises(InvalidConfig, match="pickled"):
         ModelManager([unpickled], devices(1), lambda _: None)
+
+
+def test_an_engine_whose_weights_are_elsewhere_has_to_say_what_it_takes() -> None:
+    async def test(rig: Rig) -> None:
+        raise AssertionError("entered")
+
+    with pytest.raises(InvalidConfig, match=r"service a memory_bytes: expected the bytes that it takes .* 60 << 30"):
+        Service(name="a", engine=Elsewhere())
+    named = Service(name="a", engine="tests.models.test_manager:Elsewhere")
+    with pytest.raises(InvalidConfig, match="service a memory_bytes: expected the bytes that it takes"):
+        run(Rig([named], devices(1)), test)
+
+
+def test_preparing_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(rig: Rig) -> None:
+        pass
+
+    with caplog.at_level("INFO", logger="tangram"):
+        run(Rig([service("a"), service("b", 2)], devices(2)), test)
+    said = [re.sub(r"\d+\.\d", "N", record.getMessage()) for record in caplog.records if record.name == "tangram"]
+    services = [
+        f"{word}" for name in "ab" for word in (f"preparing service {name}", f"service {name} is prepared, after N s")
+    ]
+    assert said == [*services, "starting the processes of 2 devices", "devices are ready, after N s"]
 
 
 def test_what_a_grant_or_an_action_cannot_mean_is_refused() -> None:
     async def test(rig: Rig) -> None:
         with pytest.raises(InvalidAction, match="one of 'a'"):
             await rig.call("b")
+        with pytest.raises(InvalidAction, match="one of 'a'"):
+            rig.manager.service(["a"])  # type: ignore[arg-type]
         with pytest.raises(InvalidAction, match="one of 1"):
             await rig.call("a", (0, 1))
         with pytest.raises(InvariantError, match="names no devices"):

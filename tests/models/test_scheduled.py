@@ -15,7 +15,7 @@ from tests.models.conftest import DEADLINE_S, SIZE, Flag, devices, own_children,
 
 from tangram.core.action import Action, Status
 from tangram.core.demand import GPU, Demand, fixed, one_of
-from tangram.core.messages import Effect, Event, Pool, PoolChanged
+from tangram.core.messages import Effect, Event, Pool, PoolChanged, Resident
 from tangram.core.policies import policy
 from tangram.core.residents import RESTORE_PRIOR_S
 from tangram.core.scheduler import Scheduler
@@ -106,7 +106,7 @@ def test_calls_that_wait_together_are_called_together_whatever_their_run() -> No
 
 def test_what_is_called_most_is_back_before_its_next_call() -> None:
     async def test(desk: Desk) -> None:
-        for name in ("a", "a", "a", "a", "b"):
+        for name in [*"a" * 40, "b"]:  # so often that it is worth more, however long each load happens to take
             await desk.call(name)
         await until(lambda: [place.service for place in desk.manager.statistics().residents] == ["a"])
         assert desk.manager.statistics().loads == 3
@@ -146,11 +146,11 @@ def test_a_call_that_lacks_something_else_finds_its_service_restored(flag: Flag)
         waits = both(desk, "a", "x")
         await until(lambda: [p.service for p in desk.manager.statistics().residents] == ["b", "a"])
         assert "waits for 1 units of api" in desk.scheduler.explain("a")
-        loads = desk.manager.statistics().loads
         flag.lower()
         for ticket in (holds, waits):
             assert (await desk.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
-        assert desk.manager.statistics().loads == loads
+        loaded = [event.service for event in desk.events if isinstance(event, Resident)]
+        assert loaded.count("a") == 1
 
     services = [service(name, seed) for seed, name in enumerate("abc")]
     run(lambda: Desk(services, devices(2, memory_bytes=SIZE)), test)

@@ -17,7 +17,7 @@ import pytest
 from tests.models.bytes_engine import expected
 from tests.models.conftest import SIZE, Rig, devices, run, service, until
 
-from tangram.errors import InvalidAction, ManagerError
+from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models import Service
 from tangram.managers.models.server_engine import ServerEngine
 from tangram.managers.process_tree import look_up
@@ -48,18 +48,20 @@ def log(tmp_path: Path) -> Iterator[Log]:
     assert [pid for pid in made.pids() if (found := look_up(pid)) is not None and found.living] == []
 
 
-def server(log: Log, degrees: tuple[int, ...] = (1,), **options: Any) -> Service:
-    command = (sys.executable, str(PROGRAM), "{port}", str(log.path))
-    engine = ServerEngine(command, start_s_max=60.0, **options)
-    return Service(name="judge", engine=engine, degrees=degrees, memory_bytes=MEMORY)
+def server(
+    log: Log, degrees: tuple[int, ...] = (1,), *, name: str = "judge", fault: str = "", **options: Any
+) -> Service:
+    command = (sys.executable, str(PROGRAM), "{port}", str(log.path), *filter(None, [fault]))
+    engine = ServerEngine(command, **{"start_s_max": 60.0, **options})
+    return Service(name=name, engine=engine, degrees=degrees, memory_bytes=MEMORY)
 
 
 def prompt(text: str) -> bytes:
     return json.dumps({"prompt": text}).encode()
 
 
-async def said(rig: Rig, text: str, chunk: tuple[int, ...] = (0,)) -> dict[str, Any]:
-    ended = await rig.call("judge", chunk, prompt(text))
+async def said(rig: Rig, text: str, chunk: tuple[int, ...] = (0,), name: str = "judge") -> dict[str, Any]:
+    ended = await rig.call(name, chunk, prompt(text))
     assert ended.lost == ""
     found: dict[str, Any] = json.loads(ended.answer)
     return found
@@ -76,6 +78,53 @@ def test_a_server_is_started_once_then_woken_and_put_to_sleep_for_others(log: Lo
         assert rig.told()[:5] == ["+judge 0", "-judge 0", "+other 0", "-other 0", "+judge 0"]
 
     run(Rig([server(log), service("other", 2)], devices(1, memory_bytes=MEMORY)), test)
+
+
+def test_two_servers_that_do_not_fit_together_alternate_by_sleeping_and_waking(log: Log, tmp_path: Path) -> None:
+    other = Log(tmp_path / "other")
+
+    async def test(rig: Rig) -> None:
+        pids = set()
+        for _ in range(3):
+            pids |= {(await said(rig, "a"))["pid"], (await said(rig, "b", name="second"))["pid"]}
+        assert len(pids) == 2
+        assert log.lines() == ["start", "sleep 1", "wake_up", "sleep 1", "wake_up", "sleep 1"]
+        assert other.lines() == ["start", "sleep 1", "wake_up", "sleep 1", "wake_up"]
+
+    run(Rig([server(log), server(other, name="second")], devices(1, memory_bytes=MEMORY)), test)
+
+
+def is_gone(pid: int) -> bool:
+    return (found := look_up(pid)) is None or not found.living
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("unhealthy", r"was not healthy within \d+ s"),
+        ("sleepless", "has no sleep mode: 404 to GET /is_sleeping; .* --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"),
+        ("garbled", "said to GET /is_sleeping: '<html>'; expected"),
+        ("drowsy", r"did not wake up within \d+ s"),
+    ],
+)
+def test_a_server_whose_load_fails_is_killed_and_the_next_service_has_the_device(
+    log: Log, fault: str, complaint: str
+) -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(ManagerError, match=complaint):
+            await rig.call("judge", payload=prompt("a"))
+        [pid] = log.pids()
+        assert is_gone(pid)
+        assert 0 in rig.manager.process_ids(), "and the process of the device lives on"
+        assert (await rig.call("other", payload=b"x")).answer == expected(2, SIZE, b"x")
+
+    services = [server(log, fault=fault, start_s_max=8.0), service("other", 2)]
+    run(Rig(services, devices(1, memory_bytes=MEMORY)), test)
+
+
+def test_what_a_server_takes_of_its_devices_has_to_be_said() -> None:
+    with pytest.raises(InvalidConfig, match=r"memory_bytes: expected the bytes that it takes .* such as 60 << 30"):
+        Service(name="judge", engine=ServerEngine(("vllm",)))
 
 
 def test_every_chunk_has_a_server_that_sees_its_devices_alone(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +147,23 @@ def test_riders_are_sent_side_by_side(log: Log) -> None:
 
 def test_whose_fault_an_answer_is_says_its_status(log: Log) -> None:
     async def test(rig: Rig) -> None:
+        assert (await said(rig, "a"))["text"] == "A"
         lease = await rig.start("judge", payload=prompt("wrong"))
         with pytest.raises(InvalidAction, match="400: no such parameter"):
             await lease.wait()
+        for status in (413, 422):
+            with pytest.raises(InvalidAction, match=f"{status}: as you like"):
+                await rig.call("judge", payload=prompt(str(status)))
         assert "the server said 500: out of luck" in (await rig.call("judge", payload=prompt("broken"))).lost
+        for status in (429, 503):
+            assert (
+                f"the server said {status}: as you like" in (await rig.call("judge", payload=prompt(str(status)))).lost
+            )
+        assert (await said(rig, "a"))["text"] == "A"
+        for status in (401, 404):
+            ended = await rig.call("judge", payload=prompt(str(status)))
+            assert "the service is set up wrongly" in ended.lost
+            assert f"said to POST /v1/completions {status}: as you like" in ended.lost
         assert (await said(rig, "a"))["text"] == "A"
 
     run(Rig([server(log)], devices(1, memory_bytes=MEMORY)), test)
@@ -197,5 +259,5 @@ def test_a_server_that_cannot_be_started_says_so(command: tuple[str, ...], compl
 
 def test_a_server_has_either_a_command_or_an_url() -> None:
     for arguments in ({}, {"command": ("x",), "url": "http://x"}):
-        with pytest.raises(ValueError, match="either"):
+        with pytest.raises(InvalidConfig, match="either"):
             ServerEngine(**arguments)

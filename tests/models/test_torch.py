@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.models.conftest import Flag, Rig, devices, run
 
-from tangram.errors import InvalidAction, ManagerError
+from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models import Service
 from tangram.managers.models.devices import Cuda, CudaDevice
 from tangram.managers.models.torch_engine import TorchEngine
@@ -104,14 +104,35 @@ def test_batches_are_padded_by_the_function_of_the_user() -> None:
 
 def test_a_payload_that_is_no_tensor_is_the_fault_of_its_caller() -> None:
     async def test(rig: Rig) -> None:
-        lease = await rig.start("tied", payload=b"[[1], [2, 3]]")
-        with pytest.raises(InvalidAction, match="a tensor as JSON"):
-            await lease.wait()
-        wrong_shape = await rig.call("tied", payload=b"[[1, 2]]")
-        assert "service tied failed: RuntimeError" in wrong_shape.lost
+        for payload in (b"[[1], [2, 3]]", b"null", b'{"a": 1}', b"words", b"\xff", b'["a"]', b"[1%s]" % (b"0" * 40)):
+            with pytest.raises(InvalidAction, match="a tensor as JSON"):
+                await rig.call("tied", payload=payload)
+        for payload in (b"[[1, 2]]", b"1", b"[]", b"[[[1, 2, 3, 4, 5, 6, 7]]]"):
+            with pytest.raises(InvalidAction, match=r"Error: .* \(modules\.py, line \d+, in forward\)"):
+                await rig.call("tied", payload=payload)
         assert json.loads((await rig.call("tied", payload=PAYLOAD)).answer) == by_hand()
 
     run(Rig([tied()], devices(1)), test)
+
+
+def test_what_forward_finds_wrong_is_the_fault_of_the_caller_and_what_else_it_raises_is_ours() -> None:
+    async def test(rig: Rig) -> None:
+        for payload in (b"ValueError", b"TypeError", b"IndexError", b"KeyError"):
+            with pytest.raises(InvalidAction, match=rf"{payload.decode()}: .*\(modules\.py, line \d+, in raising\)"):
+                await rig.call("tied", payload=payload)
+        for payload in (b"RuntimeError", b"ZeroDivisionError", b"MemoryError"):
+            ended = await rig.call("tied", payload=payload)
+            assert f"service tied failed: {payload.decode()}: as asked (modules.py, line" in ended.lost
+
+    run(Rig([tied(forward="tests.models.modules:raising")], devices(1), circuit_pause_s=3600.0), test)
+
+
+def test_numbers_that_are_none_come_back_as_what_they_are() -> None:
+    async def test(rig: Rig) -> None:
+        answer = (await rig.call("same", payload=b"[NaN, Infinity, -Infinity, 1.5]")).answer
+        assert answer == b"[NaN, Infinity, -Infinity, 1.5]"
+
+    run(Rig([Service(name="same", engine=TorchEngine("torch.nn:Identity"))], devices(1)), test)
 
 
 def test_a_module_that_crashes_or_loops_costs_its_own_call_alone(flag: Flag) -> None:
@@ -130,7 +151,6 @@ def test_a_module_that_crashes_or_loops_costs_its_own_call_alone(flag: Flag) -> 
     [
         (TorchEngine("tests.models.modules:Unpicklable"), "has to be picklable"),
         (TorchEngine("json:loads", {"s": "1"}), "expected a factory of modules, got int"),
-        (TorchEngine("tests.models.modules:Missing"), "Missing"),
     ],
 )
 def test_what_makes_no_module_is_found_at_the_beginning(engine: TorchEngine, complaint: str) -> None:
@@ -138,4 +158,26 @@ def test_what_makes_no_module_is_found_at_the_beginning(engine: TorchEngine, com
         raise AssertionError("entered")
 
     with pytest.raises(ManagerError, match=complaint):
+        run(Rig([Service(name="a", engine=engine)], devices(1)), test)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "complaint"),
+    [
+        ("tests.models.modules:Missing", {}, "a factory: .* module tests.models.modules, which has no Missing"),
+        ("tests.models.missing:Tied", {}, "a factory: .* there is no tests.models.missing"),
+        ("Tied", {}, "a factory: expected 'module:name', got 'Tied'"),
+        ("tests.models.modules:Tied", {"forward": "tests.models.modules:missing"}, "a forward: .* has no missing"),
+        ("tests.models.modules:Tied", {"forward_batch": "missing:batch"}, "a forward_batch: .* there is no missing"),
+        ("tests.models.modules:Tied", {"forward": "tests.models.modules:FEATURES"}, "a forward: expected a function"),
+    ],
+)
+def test_what_cannot_be_imported_is_found_at_the_beginning(
+    factory: str, options: dict[str, str], complaint: str
+) -> None:
+    async def test(rig: Rig) -> None:
+        raise AssertionError("entered")
+
+    engine = TorchEngine(factory, **options)  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfig, match=complaint):
         run(Rig([Service(name="a", engine=engine)], devices(1)), test)

@@ -12,13 +12,15 @@ from tests.models.conftest import Rig, devices, run
 
 from tangram.errors import InvalidAction
 from tangram.managers.models import Service
-from tangram.managers.models.transformers_engine import Judge, RewardModel, Teacher
+from tangram.managers.models.devices import Cuda, CudaDevice
+from tangram.managers.models.torch_engine import Placed
+from tangram.managers.models.transformers_engine import Judge, RewardModel, Teacher, TransformersEngine
 from tangram.managers.work import MIB
 
 torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is an extra, which is not installed")
 
-VOCABULARY = 64
+VOCABULARY, PLACES = 64, 128
 ROWS = [[5, 9, 23, 7], [11, 3], [40, 41, 42, 43, 44, 45]]
 
 
@@ -30,7 +32,7 @@ def config(**fields: Any) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=PLACES,
         bos_token_id=1,
         eos_token_id=2,
         **{"tie_word_embeddings": True, **fields},
@@ -124,15 +126,66 @@ def test_models_are_restored_after_others_took_their_place(causal: tuple[str, An
     run(Rig(services, devices(1, memory_bytes=MIB)), test)
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [b"no json", b"[]", b"{}", asked([]), asked([VOCABULARY]), asked([1], text="both"), asked([1], tokens_max=0)],
-)
-def test_a_payload_that_cannot_be_meant_is_the_fault_of_its_caller(causal: tuple[str, Any], payload: bytes) -> None:
-    engine = Judge(causal[0])
-    weights = engine.prepare()
-    from tangram.managers.models.devices import Cuda, CudaDevice
+def put(engine: TransformersEngine) -> Placed:
+    return engine.load(engine.prepare(), [CudaDevice(0, Cuda(place="cpu", memory_bytes=MIB))])
 
-    placed = engine.load(weights, [CudaDevice(0, Cuda(place="cpu", memory_bytes=MIB))])
-    with pytest.raises(InvalidAction, match="payload"):
-        engine.call(placed, [payload])
+
+@pytest.mark.parametrize(
+    ("payload", "complaint"),
+    [
+        (b"no json", 'JSON with "text" or "token_ids"'),
+        (b"[]", 'JSON with "text" or "token_ids"'),
+        (b"null", 'JSON with "text" or "token_ids"'),
+        (b"{}", 'JSON with "text" or "token_ids"'),
+        (asked([1], text="both"), 'JSON with "text" or "token_ids"'),
+        (b'{"text": null}', "a text that is a string"),
+        (b'{"token_ids": null}', "at least one token"),
+        (asked([]), "at least one token"),
+        (asked([VOCABULARY]), "each from 0 to 63"),
+        (asked([-1]), "each from 0 to 63"),
+        (asked([1], max_tokens=4), "none besides text, token_ids, tokens_max, temperature, got .*max_tokens"),
+        (asked([1] * (PLACES + 1)), f"at most {PLACES}, which the model takes, got '{PLACES + 1} tokens'"),
+        (asked([1] * PLACES), "there is no place for an answer"),
+        (asked([1, 2], tokens_max=PLACES - 1), f"tokens_max: expected at most {PLACES - 2}"),
+        (asked([1], tokens_max=10**9), f"tokens_max: expected at most {PLACES - 1}"),
+        (asked([1], tokens_max=0), "tokens_max: expected a positive whole number"),
+        (asked([1], tokens_max=None), "tokens_max: expected a positive whole number"),
+        (asked([1], tokens_max=1.5), "tokens_max: expected a positive whole number"),
+        (asked([1], temperature=1e-300), r"temperature: expected 0, or a number from 0\.01 to 100"),
+        (asked([1], temperature=101), "temperature: expected 0"),
+        (asked([1], temperature=-1), "temperature: expected 0"),
+        (asked([1], temperature=None), "temperature: expected 0"),
+        (asked([1], temperature=float("nan")), "temperature: expected 0"),
+    ],
+)
+def test_a_payload_that_cannot_be_meant_is_the_fault_of_its_caller(
+    causal: tuple[str, Any], payload: bytes, complaint: str
+) -> None:
+    engine = Judge(causal[0])
+    with pytest.raises(InvalidAction, match=complaint):
+        engine.call(put(engine), [payload])
+
+
+def test_a_judge_that_is_not_told_how_much_writes_as_much_as_there_is_place_for(causal: tuple[str, Any]) -> None:
+    engine = Judge(causal[0])
+    placed = put(engine)
+    for temperature in (0.01, 100):
+        [answer] = engine.call(placed, [asked([5] * (PLACES - 3), temperature=temperature)])
+        assert len(json.loads(answer)["token_ids"]) <= 3
+
+
+@pytest.mark.parametrize("kind", [Teacher, RewardModel])
+def test_a_model_takes_as_many_tokens_as_it_has_places_for(tmp_path: Path, kind: type[TransformersEngine]) -> None:
+    """Here the places are a table: beyond it there is nothing."""
+    made = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel if kind is Teacher else transformers.GPT2ForSequenceClassification
+    model(made).save_pretrained(tmp_path)
+    engine = kind(str(tmp_path))
+    placed = put(engine)
+    assert json.loads(engine.call(placed, [asked([5] * 32)])[0])
+    with pytest.raises(InvalidAction, match="at most 32, which the model takes, got '33 tokens'"):
+        engine.call(placed, [asked([5] * 33)])
+    with pytest.raises(InvalidAction, match="none besides text, token_ids"):
+        engine.call(placed, [asked([5], tokens_max=1)])

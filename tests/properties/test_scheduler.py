@@ -365,7 +365,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             id=taken if same_id and taken else f"a{self.count}",
             demand=Demand(pools, speedup=PowerLaw(0.5) if power else None),
             run=f"r{run}", sandbox=sandbox, priority=priority, timeout_s=timeout_s, deadline_s=deadline_s,
-            idempotent=idempotent, at_once=not idempotent, duration_s=hint, key=f"k{key}", service=SERVICES[key] if GPU in pools else "",
+            idempotent=idempotent, at_once=not idempotent, duration_s=hint, key=f"k{key}",
+            service=SERVICES[key] if GPU in pools else "",
         )  # fmt: skip
         if action.id == taken:
             effects = self.scheduler.handle(Submit(action=action), self.now)

@@ -39,8 +39,8 @@ def sim(
             "--policies",
             metavar="A,B,C",
             help="fcfs, fixed:K, paper, adaptive, adaptive:no-resize; pods:R is a pod of R cores per trajectory,"
-            " on-demand loads a model when it is asked for, alone is what no scheduler can beat. Default: pods:0.5,fcfs,paper,adaptive; without sandboxes to give pods"
-            " fcfs,fixed:4,paper,adaptive.",
+            " on-demand loads a model when it is asked for, alone is what no scheduler can beat."
+            " Default: pods:0.5,fcfs,paper,adaptive; without sandboxes to give pods fcfs,fixed:4,paper,adaptive.",
         ),
     ] = None,
     batch: options.Batch = None,

@@ -1,19 +1,23 @@
 """Calls of model services, as their user sees them: a payload in, an answer out, as one action on devices.
 
-Owns the record of what came of a call. What the bytes mean is between the caller and the engine of the service.
+Owns the record of what came of a call. What the bytes mean is between the caller and the engine of the service. JSON is
+that of Python: NaN and infinities stay what they are.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from tangram.client.result import Timing, raise_for
 from tangram.core.action import NO_USAGE, Status, Usage
-from tangram.core.demand import GPU, Demand, fixed, one_of
+from tangram.core.demand import GPU, Amounts, Demand, fixed, one_of
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.models.service import Service
+from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
+from tangram.managers.models.service import Service, all_of
 from tangram.service.orchestrator import Settled
 
 
@@ -41,11 +45,16 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
         return self.answer
 
     def json(self) -> Any:
-        """The answer, read as JSON. Raises as `check` does."""
+        """The answer, read as JSON, in which NaN and Infinity may be. Raises as `check` does."""
+        answer = self.check()
         try:
-            return msgspec.json.decode(self.check())
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return json.loads(answer)
+        except (ValueError, RecursionError) as error:
             raise ManagerError(f"the answer of {self.service} is no JSON: {error}", retry=False) from None
+
+
+def refused(service: str, reason: str) -> Inference:
+    return Inference(service=service, status=Status.REFUSED, reason=reason)
 
 
 def inference_of(service: str, settled: Settled) -> Inference:
@@ -61,21 +70,33 @@ def inference_of(service: str, settled: Settled) -> Inference:
     )
 
 
-def demand_of(service: Service, devices: int | None) -> Demand:
-    """Any of the degrees that the service has, or the one that the caller wants."""
+def demand_of(service: Service, devices: int | None, others: Mapping[str, Amounts]) -> Demand:
+    """Any of the degrees that the service has, or the one that the caller wants; and of other pools what it says."""
     if devices is None:
-        return Demand({GPU: one_of(*service.degrees)})
-    if devices not in service.degrees:
+        return Demand({GPU: one_of(*service.degrees), **others})
+    if type(devices) is not int or devices not in service.degrees:
         degrees = ", ".join(map(str, service.degrees))
         raise InvalidAction("devices", devices, f"one of {degrees}, which service {service.name} runs on")
-    return Demand({GPU: fixed(devices)})
+    return Demand({GPU: fixed(devices), **others})
+
+
+def services_of(services: Iterable[Service]) -> list[Service]:
+    return all_of("services", services, Service, "tangram.Service, such as [Service(name='judge', engine=...)]")
+
+
+def devices_of(devices: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+    return all_of("devices", devices, Emulated | Cuda, "devices, such as [Emulated(memory_bytes=1 << 30)]")
 
 
 def payload_of(payload: Any) -> bytes:
-    """Bytes as they are, text as UTF-8, all else as JSON."""
+    """Bytes as they are, text as UTF-8, all else as JSON. NaN stays NaN: a null would be another value."""
     if isinstance(payload, bytes | bytearray | memoryview):
         return bytes(payload)
     try:
-        return payload.encode() if isinstance(payload, str) else msgspec.json.encode(payload)
+        if isinstance(payload, str):
+            return payload.encode()
+        return json.dumps(
+            msgspec.to_builtins(payload, str_keys=True), ensure_ascii=False, separators=(",", ":")
+        ).encode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidAction("payload", type(payload).__name__, f"bytes, text or JSON ({error})") from None

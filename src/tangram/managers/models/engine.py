@@ -59,7 +59,10 @@ class Weights:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Subclass it, or have these. All may block."""
+    """Subclass it, or have these. All may block.
+
+    One whose weights are not those that it prepares, as those of a server, says `elsewhere = True`: then what a service
+    takes of devices has to be said."""
 
     batch_max: int
     """Payloads that one `call` takes at most. 1: it cannot batch."""
@@ -79,7 +82,7 @@ class Engine(Protocol):
 
     def call(self, loaded: Loaded, payloads: list[bytes]) -> list[bytes]:
         """One answer for each payload. InvalidAction says that a payload is wrong; anything else that the service
-        failed."""
+        failed. If several payloads fail together, each is called again alone, if it may be called twice."""
         ...
 
     def unload(self, loaded: Loaded) -> None:

@@ -12,8 +12,9 @@ and Started, where the scheduler learns it. `Usage.overhead_s` is what was ours 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -26,16 +27,18 @@ from tangram.errors import InvalidAction, InvalidConfig, InvariantError, Manager
 from tangram.managers.base import Lease, Output
 from tangram.managers.models import hostcopy
 from tangram.managers.models.circuit import PAUSE_S, Circuit
-from tangram.managers.models.devices import Counts, DeviceSpec, Emulated
+from tangram.managers.models.devices import Counts, Cuda, DeviceSpec, Emulated
 from tangram.managers.models.preparing import prepare
 from tangram.managers.models.process import DeviceProcess, ProcessLost, ServiceFailed
 from tangram.managers.models.room import Place, Room
-from tangram.managers.models.service import Service
+from tangram.managers.models.service import Service, all_of
 from tangram.managers.models.turns import Turn
 from tangram.managers.models.wire import Hello, Known, Load, Unload
 from tangram.managers.models.work import Infer
 from tangram.managers.process_tree import Census
 from tangram.managers.work import Work
+
+log = logging.getLogger("tangram")
 
 UNLOAD_S_MAX = 30.0
 """Freeing memory takes milliseconds; a server that is put to sleep copies its weights first."""
@@ -61,14 +64,16 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
 class ModelManager:
     def __init__(
         self,
-        services: Sequence[Service],
-        devices: Sequence[DeviceSpec],
+        services: Iterable[Service],
+        devices: Iterable[DeviceSpec],
         tell: Callable[[Event], None],
         *,
         node: str = "local",
         circuit_pause_s: float = PAUSE_S,
     ) -> None:
         """`tell` hears of Resident and Evicted. Raises InvalidConfig if a service cannot fit its devices."""
+        services = all_of("services", services, Service, "tangram.Service, such as [Service(name='a', engine=...)]")
+        devices = all_of("devices", devices, Emulated | Cuda, "devices: Emulated(memory_bytes=...), or discover()")
         self._services = {service.name: service for service in services}
         if len(self._services) != len(services):
             raise InvalidConfig("services", [service.name for service in services], "each name once")
@@ -105,7 +110,7 @@ class ModelManager:
 
     def service(self, name: str) -> Service:
         """Raises InvalidAction if there is none."""
-        service = self._services.get(name)
+        service = self._services.get(name) if isinstance(name, str) else None
         if service is None:
             raise InvalidAction("service", name, f"one of {', '.join(map(repr, self._services))}")
         return service
@@ -140,7 +145,10 @@ class ModelManager:
             os.ftruncate(counts_fd, Counts.size(len(self._devices)))
             self._counts = Counts(counts_fd, len(self._devices))
             await self._prepare_all()
+            begun_s = asyncio.get_running_loop().time()
+            log.info("starting the processes of %d devices", len(self._devices))
             await asyncio.gather(*(self._running(index) for index in range(len(self._devices))))
+            log.info("devices are ready, after %.1f s", asyncio.get_running_loop().time() - begun_s)
         except BaseException:
             await self._end_all("it was never entered")
             raise
@@ -193,7 +201,7 @@ class ModelManager:
             turn = self._turns[key] = Turn(self, place, self._batch_max[place.service], circuit)
             task = self._task(turn.run())
             task.add_done_callback(lambda _: self._turns.pop(key) if self._turns.get(key) is turn else None)
-        return await turn.join(work.payload)
+        return await turn.join(action, work.payload, grant.attempt)
 
     def _place(self, action: Action, grant: Grant) -> Place:
         service = self.service(action.service)
@@ -266,6 +274,9 @@ class ModelManager:
         self._calls += calls
         self._call_s += seconds
 
+    async def unload(self, place: Place) -> None:
+        await self._evict(place)
+
     async def kill(self, process: DeviceProcess, why: str) -> None:
         await process.end(why)
         self._forget(process)
@@ -310,6 +321,8 @@ class ModelManager:
     # ---- loading and evicting ----
 
     async def _load(self, place: Place) -> None:
+        """Make room, and copy it there. Who went for it does not come back if that fails: whether a load succeeds is
+        known only when its memory is free. Nobody goes who need not, and who went is restored at its next call."""
         service, need = self._services[place.service], self._need[place.service, len(place.devices)]
         for victim in self._room.victims(place.devices, need):
             await self._evict(victim)
@@ -330,6 +343,7 @@ class ModelManager:
         if not process.alive:
             raise ManagerError(f"{process.name} ended as soon as it had loaded {place.service}")
         self._room.add(place, need)
+        self._circuits[place.service].loaded(place.devices)
         self._loads += 1
         self._load_s += loop.time() - begun_s
         self._load_bytes += next(known.layout.total_bytes for known in self._known if known.service == place.service)

@@ -1,21 +1,25 @@
 """Preparing: the weights of every service are read or made once, and laid down in host memory.
 
 Owns nothing for long. It happens in a process of its own, which ends afterwards with whatever that took, so neither the
-process of the manager nor those of devices hold a second copy.
+process of the manager nor those of devices hold a second copy. One after the other: what their engines import is
+imported once, and no more than one service is in memory twice. Each is told to the log, because it may take long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.models import hostcopy
-from tangram.managers.models.process import DeviceProcess
+from tangram.managers.models.process import DeviceProcess, ServiceFailed
 from tangram.managers.models.service import Service
 from tangram.managers.models.wire import Known, Prepare
 from tangram.managers.process_tree import Census
+
+log = logging.getLogger("tangram")
 
 PREPARE_S_MAX = 3600.0
 """Of one service: weights are read from a disk, perhaps a slow one."""
@@ -30,7 +34,7 @@ class Prepared(NamedTuple):
 
 async def prepare(services: Sequence[Service], copies: Mapping[str, int], census: Census) -> list[Prepared]:
     """`copies`: the descriptor of an empty host copy for each service, by name; they are sealed. Raises
-    ManagerError."""
+    ManagerError, or InvalidConfig."""
     process = DeviceProcess("the process that prepares services", census, lambda _: None)
     await process.start(None, list(copies.values()))
     try:
@@ -44,6 +48,8 @@ async def prepare(services: Sequence[Service], copies: Mapping[str, int], census
 
 async def _prepare(process: DeviceProcess, service: Service, copy_fd: int) -> Prepared:
     engine = service.pickled()
+    begun_s = asyncio.get_running_loop().time()
+    log.info("preparing service %s", service.name)
     request = Prepare(id=process.next_id(), engine=engine, copy_fd=copy_fd, degrees=service.degrees)
     try:
         async with asyncio.timeout(PREPARE_S_MAX):
@@ -51,8 +57,13 @@ async def _prepare(process: DeviceProcess, service: Service, copy_fd: int) -> Pr
     except TimeoutError:
         raise ManagerError(f"service {service.name} was not ready after {PREPARE_S_MAX:.0f} s", retry=False) from None
     except ManagerError as error:
+        if isinstance(error, ServiceFailed) and error.failed.whose == "config":
+            said = error.failed
+            raise InvalidConfig(f"service {service.name} {said.field}", said.reason, said.expected) from None
         raise ManagerError(f"service {service.name} cannot be prepared: {error}", retry=False) from error
     assert done.layout is not None
+    log.info("service %s is prepared, after %.1f s", service.name, asyncio.get_running_loop().time() - begun_s)
+    service.require_memory(elsewhere=done.elsewhere)
     taken, asked = done.layout.total_bytes, service.memory_bytes
     if asked and asked < taken:
         raise InvalidConfig(f"service {service.name} memory_bytes", asked, f"at least {taken}, which its weights take")

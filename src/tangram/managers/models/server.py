@@ -28,7 +28,8 @@ from tangram.errors import InvalidInput
 from tangram.managers.models import hostcopy
 from tangram.managers.models.devices import Block, Counts, Device, DeviceFull, open_devices, pin
 from tangram.managers.models.engine import Engine, Loaded, Weights
-from tangram.managers.models.service import engine_of
+from tangram.managers.models.frames import in_words
+from tangram.managers.models.service import engine_of, is_elsewhere
 from tangram.managers.models.wire import (
     HEADER_BYTES,
     AnyReply,
@@ -181,7 +182,13 @@ class Server:
         weights = engine.prepare()
         layout = hostcopy.write(weights, request.copy_fd)
         needs = {degree: weights.need(degree) for degree in request.degrees}
-        return Done(id=request.id, layout=layout, needs=needs, batch_max=max(1, engine.batch_max))
+        return Done(
+            id=request.id,
+            layout=layout,
+            needs=needs,
+            batch_max=max(1, engine.batch_max),
+            elsewhere=is_elsewhere(engine),
+        )
 
     def _load(self, request: Load) -> Done:
         key = (request.service, request.devices)
@@ -259,13 +266,14 @@ def _free(device: Device, block: Block) -> None:
 
 
 def _failed(request: AnyRequest, error: BaseException) -> Failed:
-    reason = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS_MAX]
     if isinstance(error, DeviceFull):
         return Failed(id=request.id, whose="full", reason=str(error))
-    if isinstance(error, InvalidInput) and isinstance(request, Call):
-        return Failed(id=request.id, whose="payload", reason=str(error.value), expected=error.expected)
+    if isinstance(error, InvalidInput) and isinstance(request, Call | Prepare):
+        whose = "payload" if isinstance(request, Call) else "config"
+        value = str(error.value)[:REASON_CHARACTERS_MAX]
+        return Failed(id=request.id, whose=whose, field=error.field, reason=value, expected=error.expected)
     traceback.print_exception(error)
-    return Failed(id=request.id, reason=reason)
+    return Failed(id=request.id, reason=in_words(error, REASON_CHARACTERS_MAX))
 
 
 def main(fd: int) -> NoReturn:

@@ -24,10 +24,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-from tangram.errors import InvalidAction
+from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.models.devices import Device
 from tangram.managers.models.engine import Engine, Weights
 
+SLEEP_MODE = (
+    "expected GET /is_sleeping, POST /sleep and POST /wake_up; "
+    "vLLM has them with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 in its environment"
+)
 LOOK_S = 0.05
 """Between two looks at a server that starts, wakes or goes to sleep."""
 CONTROL_S_MAX = 120.0
@@ -35,7 +39,11 @@ CONTROL_S_MAX = 120.0
 END_S = 0.5
 """Between the last word of a server that crashes and its end."""
 REFUSED = range(400, 500)
-"""What is the fault of the caller."""
+"""What is the fault of the caller, but for these:"""
+BUSY = (408, 425, 429)
+"""It says nothing of the payload, which may well be taken later."""
+SET_UP = (401, 403, 404, 405, 407)
+"""Whoever set the service up: the path, the name of the model, a key."""
 SHOWN = 500
 TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
@@ -50,6 +58,8 @@ class ServerEngine(Engine):
     the body of a request to `path`, and the answer is the body of its response.
     """
 
+    elsewhere = True
+
     def __init__(
         self,
         command: Sequence[str] = (),
@@ -61,7 +71,7 @@ class ServerEngine(Engine):
         call_s_max: float = 3600.0,
     ) -> None:
         if bool(command) == bool(url):
-            raise ValueError("a server has either a command or an URL")
+            raise InvalidConfig("server", command or url, "either a command that starts one, or the URL of one")
         self.batch_max = batch_max
         self._command = tuple(command)
         self._url = url
@@ -123,12 +133,21 @@ class Server:
     # ---- its life ----
 
     def wake(self) -> None:
-        """Have it serving. A server that is new, or dead, is started."""
-        if self._command and (self._process is None or self._process.poll() is not None):
-            self._start()
-        if self._is_sleeping():
-            self._control("POST", "/wake_up")
-        self._wait(lambda: not self._is_sleeping() and self._is_healthy(), "did not wake up")
+        """Have it serving. A server that is new, or dead, is started. If that fails, it is off its devices: one of ours
+        is killed, another one is asked to sleep."""
+        try:
+            if self._command and (self._process is None or self._process.poll() is not None):
+                self._start()
+            if self._is_sleeping():
+                self._control("POST", "/wake_up")
+            self._wait(lambda: not self._is_sleeping() and self._is_healthy(), "did not wake up")
+        except BaseException:
+            if self._process is not None:
+                self._kill()
+            else:
+                with contextlib.suppress(OSError, RuntimeError, http.client.HTTPException):
+                    self._control("POST", "/sleep?level=1")
+            raise
 
     def wake_if_dead(self) -> None:
         if self._process is not None and self._process.poll() is not None:
@@ -157,11 +176,7 @@ class Server:
             env=os.environ | visible,
             start_new_session=True,
         )
-        try:
-            self._wait(self._is_healthy, "was not healthy")
-        except BaseException:
-            self._kill()
-            raise
+        self._wait(self._is_healthy, "was not healthy")
 
     def _kill(self) -> None:
         """With what it started, as far as that stayed in its session; the manager looks for the rest."""
@@ -188,11 +203,16 @@ class Server:
             raise RuntimeError(
                 f"the server at {self._url} failed: {type(error).__name__} {error}{self._end()}"
             ) from error
-        if status in REFUSED:
-            shown = answer[:SHOWN].decode(errors="replace")
-            raise InvalidAction("payload", f"{status}: {shown}", f"a body that {path} takes")
+        said = f"{status}: {answer[:SHOWN].decode(errors='replace')}"
+        if status in SET_UP:
+            raise RuntimeError(
+                f"the service is set up wrongly: the server at {self._url} said to POST {path} {said}; "
+                "look at `path`, at the name of the model in payloads, and at what the server asks of its clients"
+            )
+        if status in REFUSED and status not in BUSY:
+            raise InvalidAction("payload", said, f"a body that {path} takes")
         if status != http.HTTPStatus.OK:
-            raise RuntimeError(f"the server said {status}: {answer[:SHOWN].decode(errors='replace')}")
+            raise RuntimeError(f"the server said {said}")
         return answer
 
     def _end(self) -> str:
@@ -216,10 +236,25 @@ class Server:
             return False
 
     def _is_sleeping(self) -> bool:
-        return bool(json.loads(self._control("GET", "/is_sleeping"))["is_sleeping"])
+        answer = self._control("GET", "/is_sleeping")
+        try:
+            found = json.loads(answer)["is_sleeping"]
+        except (ValueError, TypeError, LookupError):
+            found = None
+        if type(found) is not bool:
+            shown = answer[:SHOWN].decode(errors="replace")
+            raise RuntimeError(
+                f"the server at {self._url} said to GET /is_sleeping: {shown!r}; "
+                'expected {"is_sleeping": true}, or false'
+            )
+        return found
 
     def _control(self, method: str, path: str) -> bytes:
         status, answer = self._request(method, path, b"", CONTROL_S_MAX)
+        if status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.METHOD_NOT_ALLOWED):
+            raise RuntimeError(
+                f"the server at {self._url} has no sleep mode: {status} to {method} {path}; {SLEEP_MODE}"
+            )
         if status != http.HTTPStatus.OK:
             shown = answer[:SHOWN].decode(errors="replace")
             raise RuntimeError(f"the server at {self._url} said {status} to {method} {path}: {shown}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import math
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,8 +17,12 @@ from tangram.core.action import ID_LENGTH_MAX
 from tangram.errors import InvalidConfig
 from tangram.managers.models.engine import Engine
 
+T = TypeVar("T")
+
 LOAD_S_MAX = 600.0
 """To have a service on its devices. A copy takes seconds; a server that is started for the first time takes minutes."""
+CALL_S_MAX = 600.0
+"""Of one call: longer than a judge writes, and a device that hangs is not lost for a night."""
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +36,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     degrees: tuple[int, ...] = (1,)
     """Numbers of devices it can run on. On each it is loaded separately."""
     memory_bytes: int = 0
-    """On all of its devices together: weights, and room to work in. 0: as large as its weights."""
+    """On all of its devices together: weights, and room to work in. 0: as large as its weights, which an engine whose
+    weights are elsewhere, such as in a server, does not know."""
     load_s_max: float = LOAD_S_MAX
+    """A load that takes longer is ended."""
+    call_s_max: float = CALL_S_MAX
+    """A call that takes longer is stopped, unless its caller says another time."""
 
     def __post_init__(self) -> None:
         name = self.name
@@ -46,17 +54,24 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             module, _, attribute = self.engine.partition(":")
             if not module or not attribute:
                 raise InvalidConfig(f"{where} engine", self.engine, "an engine, or 'module:name' of one")
+        elif isinstance(self.engine, type) or not isinstance(self.engine, Engine):
+            raise InvalidConfig(f"{where} engine", self.engine, "an engine, made of its class, or 'module:name' of one")
         elif self.arguments:
             raise InvalidConfig(f"{where} arguments", self.arguments, "none: the engine is already made")
-        if not isinstance(self.degrees, tuple) or not self.degrees or list(self.degrees) != sorted(set(self.degrees)):
-            raise InvalidConfig(f"{where} degrees", self.degrees, "increasing numbers of devices, such as (1, 2, 4)")
-        for degree in self.degrees:
-            if type(degree) is not int or degree < 1 or degree & (degree - 1):
-                raise InvalidConfig(f"{where} degrees", self.degrees, "powers of two: devices come in such chunks")
+        degrees = self.degrees
+        numbers = isinstance(degrees, tuple) and degrees and all(type(degree) is int for degree in degrees)
+        if not numbers or list(degrees) != sorted(set(degrees)):
+            raise InvalidConfig(f"{where} degrees", degrees, "increasing numbers of devices, such as (1, 2, 4)")
+        for degree in degrees:
+            if degree < 1 or degree & (degree - 1):
+                raise InvalidConfig(f"{where} degrees", degrees, "powers of two: devices come in such chunks")
         if type(self.memory_bytes) is not int or self.memory_bytes < 0:
             raise InvalidConfig(f"{where} memory_bytes", self.memory_bytes, "a whole number of bytes, at least 0")
-        if type(self.load_s_max) not in (float, int) or not 0.0 < self.load_s_max < math.inf:
-            raise InvalidConfig(f"{where} load_s_max", self.load_s_max, "a positive, finite number of seconds")
+        for field in ("load_s_max", "call_s_max"):
+            seconds = getattr(self, field)
+            if type(seconds) not in (float, int) or not 0.0 < seconds < math.inf:
+                raise InvalidConfig(f"{where} {field}", seconds, "a positive, finite number of seconds")
+        self.require_memory(elsewhere=is_elsewhere(self.engine))
 
     def pickled(self) -> bytes:
         """What the processes of the devices make the engine of."""
@@ -67,6 +82,15 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 f"service {self.name} engine", self.engine, f"an engine that can be pickled ({error}), or 'module:name'"
             ) from error
+
+    def require_memory(self, *, elsewhere: bool) -> None:
+        """Raises InvalidConfig if nobody knows what the service takes."""
+        if elsewhere and not self.memory_bytes:
+            raise InvalidConfig(
+                f"service {self.name} memory_bytes",
+                self.memory_bytes,
+                "the bytes that it takes of its devices, such as 60 << 30: its weights are not in Tangram's memory",
+            )
 
     def require_room(self, need_by_degree: dict[int, int], memory_bytes: Sequence[int]) -> None:
         """Raises InvalidConfig unless the service fits at each of its degrees. `need_by_degree`: bytes per device."""
@@ -84,6 +108,19 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
                     f"at most {smallest} bytes, the memory of the smallest device it may be given; "
                     "leave that degree out, or ask for less",
                 )
+
+
+def is_elsewhere(engine: object) -> bool:
+    """Whether its weights are not those that it prepares. An engine says so by an attribute, which it may lack."""
+    return getattr(engine, "elsewhere", False) is True
+
+
+def all_of(field: str, found: Iterable[T], kind: Any, expected: str) -> list[T]:
+    """Raises InvalidConfig unless they are several of this kind."""
+    listed = list(found) if isinstance(found, Iterable) and not isinstance(found, str | bytes) else None
+    if listed is None or not all(isinstance(each, kind) for each in listed):
+        raise InvalidConfig(field, found if listed is None else listed, f"a list of {expected}")
+    return listed
 
 
 def engine_of(pickled: bytes) -> Engine:

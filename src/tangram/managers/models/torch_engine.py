@@ -10,18 +10,30 @@ On several devices each tensor lies whole on one, in order. A module that runs t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from tangram.errors import InvalidAction
+from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.models.devices import Block, Device
 from tangram.managers.models.engine import Engine, Piece, Weights, offsets, place
+from tangram.managers.models.frames import in_words
+
+SHOWN = 500
+"""Characters of what was raised because of a payload."""
+MISFIT = re.compile(
+    r"shape|sizes? of tensor|size mismatch|\bsizes?\b.*\bmatch|must match|dimension|\bdims?\b|\b[1-5]-?D\b|channels"
+    r"|dtype|scalar type|data type|out of (?:range|bounds)",
+    re.IGNORECASE,
+)
+"""In what PyTorch says of tensors that do not fit together. It has no exceptions of their own for them."""
 
 Factory = str | Callable[..., Any]
 """A callable, or where one is imported from: `module:name`."""
@@ -50,7 +62,12 @@ class TorchEngine(Engine):
     """`factory(**arguments)` makes the module; `checkpoint` is a file with its state, as `torch.save` writes it.
 
     `forward(module, payload) -> answer` and `forward_batch(module, payloads) -> answers` speak bytes; how payloads are
-    padded to a batch is theirs to know. Without either, a payload is a tensor as JSON, and so is the answer.
+    padded to a batch is theirs to know. Without either, a payload is a tensor as JSON, and so is the answer: NaN and
+    infinities are written and read as Python's `json` does it.
+
+    What these functions or the module find wrong with a payload is the fault of its caller: they raise ValueError,
+    TypeError, IndexError or KeyError, or PyTorch complains of shapes and types. Anything else is a failure of the
+    service.
     """
 
     def __init__(
@@ -76,7 +93,7 @@ class TorchEngine(Engine):
         """The module, on the CPU."""
         import torch
 
-        module = imported(self._factory)(**self._arguments)
+        module = imported(self._factory, "factory")(**self._arguments)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"expected a factory of modules, got {type(module).__name__} from {self._factory}")
         if self._checkpoint:
@@ -85,11 +102,12 @@ class TorchEngine(Engine):
 
     def answer(self, placed: Placed, payloads: list[bytes]) -> list[bytes]:
         [module] = placed.module
-        if self._forward_batch is not None:
-            answers: list[bytes] = imported(self._forward_batch)(module, payloads)
-            return answers
-        forward = imported(self._forward) if self._forward is not None else None
-        return [forward(module, payload) if forward else _forward_json(placed, payload) for payload in payloads]
+        with payloads_to_blame():
+            if self._forward_batch is not None:
+                answers: list[bytes] = imported(self._forward_batch)(module, payloads)
+                return answers
+            forward = imported(self._forward) if self._forward is not None else None
+            return [forward(module, payload) if forward else _forward_json(placed, payload) for payload in payloads]
 
     # ---- the contract ----
 
@@ -101,6 +119,9 @@ class TorchEngine(Engine):
             pickle.loads(weights.extra)  # imports all that the module is made of
 
     def prepare(self) -> Weights:
+        for name, what in (("forward", self._forward), ("forward_batch", self._forward_batch)):
+            if what is not None and not callable(imported(what, name)):
+                raise InvalidConfig(name, what, "a function, or 'module:name' of one")
         module = self.build().eval()
         pieces, metas = _taken_apart(module)
         try:
@@ -134,15 +155,40 @@ class TorchEngine(Engine):
         loaded.module.clear()
 
 
-def imported(what: Factory) -> Callable[..., Any]:
+def imported(what: Factory, field: str = "") -> Callable[..., Any]:
+    """Raises InvalidConfig if it is not there. What the module raises when it is imported is raised as it is."""
     if not isinstance(what, str):
         return what
     module, _, name = what.partition(":")
-    found: Any = importlib.import_module(module)
+    if not module or not name:
+        raise InvalidConfig(field, what, "'module:name'")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the module needs
+        raise InvalidConfig(field, what, f"a module that can be imported; there is no {error.name}") from None
     for part in name.split("."):
+        if not hasattr(found, part):
+            raise InvalidConfig(field, what, f"a name in module {module}, which has no {part}")
         found = getattr(found, part)
     result: Callable[..., Any] = found
     return result
+
+
+@contextlib.contextmanager
+def payloads_to_blame() -> Iterator[None]:
+    """What is raised inside because of a payload becomes InvalidAction, as far as that can be told."""
+    expected = "what the module and its `forward` take"
+    try:
+        yield
+    except (ValueError, TypeError, LookupError) as error:
+        raise InvalidAction("payload", in_words(error, SHOWN), expected) from error
+    except RuntimeError as error:
+        said = str(error)
+        if type(error) is not RuntimeError or "CUDA" in said or not MISFIT.search(said):
+            raise
+        raise InvalidAction("payload", in_words(error, SHOWN), expected) from error
 
 
 def tensor_of(block: Block) -> Any:
@@ -206,7 +252,8 @@ def _forward_json(placed: Placed, payload: bytes) -> bytes:
     import torch
 
     try:
-        numbers = torch.tensor(json.loads(payload), device=placed.device)
-    except (ValueError, TypeError) as error:
+        numbers = torch.tensor(json.loads(payload))
+    except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError) as error:
         raise InvalidAction("payload", str(error), "a tensor as JSON: numbers in lists of the same length") from None
+    numbers = numbers.to(placed.device)
     return json.dumps(placed.module[0](numbers).tolist()).encode()

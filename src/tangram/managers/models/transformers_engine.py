@@ -8,7 +8,9 @@ fetch. Payloads and answers are JSON; texts need the tokenizer of the model, tok
     Judge         the same, with "tokens_max" and "temperature"         {"token_ids": […], "text": …}
 
 `logprobs` are those of the tokens from the second on, each given all before it. Several payloads are padded to one
-batch.
+batch. A payload that the model cannot take is the fault of its caller, with the limit: more tokens than it has places
+for, those that it does not know, a temperature that is no use. Without `tokens_max` a judge writes up to 256 tokens, or
+as many as there are places left.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from tangram.managers.models.torch_engine import Placed, TorchEngine
 
 TOKENS_MAX = 256
 """That a judge writes unless a payload says otherwise."""
+TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0
+"""Of those that are not 0. Below, probabilities are no numbers any more in half precision; above, all are alike."""
 BATCH_MAX = 16
 
 
@@ -30,6 +34,8 @@ class TransformersEngine(TorchEngine):
 
     auto: str
     """The class of `transformers` that makes the module."""
+    fields: tuple[str, ...] = ("text", "token_ids")
+    """Of a payload."""
 
     def __init__(self, model: str, *, dtype: str = "auto", batch_max: int = BATCH_MAX, **options: Any) -> None:
         """`options` go to `from_pretrained`."""
@@ -54,7 +60,7 @@ class TransformersEngine(TorchEngine):
 
     # ---- payloads ----
 
-    def read(self, payload: bytes, vocabulary: int) -> tuple[dict[str, Any], list[int]]:
+    def read(self, payload: bytes, vocabulary: int, length_max: int | None) -> tuple[dict[str, Any], list[int]]:
         """What was asked, and the tokens it is about."""
         expected = 'JSON with "text" or "token_ids"'
         try:
@@ -63,6 +69,9 @@ class TransformersEngine(TorchEngine):
             raise InvalidAction("payload", str(error), expected) from None
         if not isinstance(asked, dict) or ("text" in asked) == ("token_ids" in asked):
             raise InvalidAction("payload", payload[:100], expected)
+        unknown = [name for name in asked if name not in self.fields]
+        if unknown:
+            raise InvalidAction("payload", unknown, f"none besides {', '.join(self.fields)}")
         tokens = asked["token_ids"] if "token_ids" in asked else self.tokens_of(asked["text"])
         if (
             not isinstance(tokens, list)
@@ -70,6 +79,8 @@ class TransformersEngine(TorchEngine):
             or not all(type(token) is int and 0 <= token < vocabulary for token in tokens)
         ):
             raise InvalidAction("payload", str(tokens)[:100], f"at least one token, each from 0 to {vocabulary - 1}")
+        if length_max is not None and len(tokens) > length_max:
+            raise InvalidAction("payload", f"{len(tokens)} tokens", f"at most {length_max}, which the model takes")
         return asked, tokens
 
     @property
@@ -78,7 +89,11 @@ class TransformersEngine(TorchEngine):
         if self._tokenizer is None:
             import transformers
 
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._model)
+            try:
+                self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._model)
+            except (OSError, ValueError) as error:
+                expected = f"token_ids: there is no tokenizer in {self._model}"
+                raise InvalidAction("payload text", f"{error}"[:200], expected) from None
         return self._tokenizer
 
     def tokens_of(self, text: object) -> list[int]:
@@ -88,9 +103,15 @@ class TransformersEngine(TorchEngine):
         return tokens
 
     def read_all(self, placed: Placed, payloads: list[bytes]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        vocabulary = placed.module[0].config.get_text_config().vocab_size
-        read = [self.read(payload, vocabulary) for payload in payloads]
+        config = placed.module[0].config.get_text_config()
+        read = [self.read(payload, config.vocab_size, length_max_of(config)) for payload in payloads]
         return [asked for asked, _ in read], [tokens for _, tokens in read]
+
+
+def length_max_of(config: Any) -> int | None:
+    """Tokens that a model has places for. None: it does not count them."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if type(found) is int and found > 0 else None
 
 
 def padded(rows: list[list[int]], device: str, *, left: bool = False) -> tuple[Any, Any]:
@@ -149,10 +170,12 @@ class Judge(TransformersEngine):
     """Texts that follow given ones. Payloads that want another length or temperature are not in one batch."""
 
     auto = "AutoModelForCausalLM"
+    fields = ("text", "token_ids", "tokens_max", "temperature")
 
     def answer(self, placed: Placed, payloads: list[bytes]) -> list[bytes]:
         asked, rows = self.read_all(placed, payloads)
-        wishes = [_wish(each) for each in asked]
+        length_max = length_max_of(placed.module[0].config.get_text_config())
+        wishes = [_wish(each, length_max and length_max - len(row)) for each, row in zip(asked, rows, strict=True)]
         answers: dict[int, bytes] = {}
         for wish in dict.fromkeys(wishes):
             numbers = [number for number, other in enumerate(wishes) if other == wish]
@@ -181,12 +204,20 @@ class Judge(TransformersEngine):
         return [_until_end(row, ends) for row in written]
 
 
-def _wish(asked: dict[str, Any]) -> tuple[int, float]:
-    tokens_max, temperature = asked.get("tokens_max", TOKENS_MAX), asked.get("temperature", 0.0)
+def _wish(asked: dict[str, Any], left: int | None) -> tuple[int, float]:
+    """How many tokens, and the temperature. `left`: places that the model has behind the tokens."""
+    if left is not None and left < 1:
+        raise InvalidAction("payload", "as many tokens as the model takes", "fewer: there is no place for an answer")
+    tokens_max = asked.get("tokens_max", TOKENS_MAX if left is None else min(TOKENS_MAX, left))
+    temperature = asked.get("temperature", 0.0)
     if type(tokens_max) is not int or tokens_max < 1:
         raise InvalidAction("payload tokens_max", tokens_max, "a positive whole number of tokens")
-    if type(temperature) not in (float, int) or not 0.0 <= temperature < float("inf"):
-        raise InvalidAction("payload temperature", temperature, "a number, at least 0")
+    if left is not None and tokens_max > left:
+        raise InvalidAction("payload tokens_max", tokens_max, f"at most {left}: so many places has the model left")
+    useful = type(temperature) in (float, int) and TEMPERATURE_MIN <= temperature <= TEMPERATURE_MAX
+    if not useful and not (type(temperature) in (float, int) and temperature == 0):
+        expected = f"0, or a number from {TEMPERATURE_MIN} to {TEMPERATURE_MAX:g}"
+        raise InvalidAction("payload temperature", temperature, expected)
     return tokens_max, float(temperature)
 
 

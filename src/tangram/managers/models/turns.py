@@ -2,21 +2,23 @@
 
 Owns the leases. A turn holds its devices from the first to the last of its calls: an action, and those that ride with
 it (`Grant.batch`). What waits is called together as far as the engine can batch. Promises that each lease ends once,
-that a payload which breaks a batch breaks only its own call, and that a rider which is stopped leaves the others alone.
+that a payload which breaks a batch breaks only its own call, that a rider which is stopped leaves the others alone, and
+that what must not be repeated is never handed to an engine twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Protocol
 
-from tangram.core.action import Usage
+from tangram.core.action import Action, Usage
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.base import STOP_GRACE_S
 from tangram.managers.models.circuit import Circuit
 from tangram.managers.models.process import DeviceProcess, ProcessLost, ServiceFailed
 from tangram.managers.models.room import Place
-from tangram.managers.models.wire import Call
+from tangram.managers.models.wire import Call, Failed
 from tangram.managers.work import Ended
 
 
@@ -35,17 +37,22 @@ class Host(Protocol):
         """It is no longer in use."""
         ...
 
+    async def unload(self, place: Place) -> None:
+        """Have it off its devices, which are held."""
+        ...
+
     async def kill(self, process: DeviceProcess, why: str) -> None: ...
 
 
 class InferLease:
     """One call."""
 
-    def __init__(self, turn: Turn, payload: bytes) -> None:
+    def __init__(self, turn: Turn, action: Action, payload: bytes, attempt: int) -> None:
         self._turn = turn
+        self.action = action
         self.payload = payload
-        self.alone = False
-        """It was in a batch that failed."""
+        self.alone = attempt > 1
+        """It was in a batch that failed, or it was lost: perhaps because of itself, and others need not be lost too."""
         self.again = False
         """Its process ended before it had begun."""
         self.stopped = False
@@ -87,16 +94,18 @@ class Turn:
         self._calling: list[InferLease] = []
         self._process: DeviceProcess | None = None
         self._call = 0
+        self._afresh = False
+        """The service has to be loaded again before its next call."""
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.over = False
         """Nobody can join any more."""
 
     # ---- what callers see ----
 
-    async def join(self, payload: bytes) -> InferLease:
+    async def join(self, action: Action, payload: bytes, attempt: int) -> InferLease:
         """Until the service is there and the call begins, or has failed to. Whoever is cancelled here leaves."""
         assert not self.over
-        lease = InferLease(self, payload)
+        lease = InferLease(self, action, payload, attempt)
         self._waiting[lease] = None
         try:
             await asyncio.shield(self._ready)
@@ -153,7 +162,7 @@ class Turn:
         try:
             process = self._process = await self._host.have(self._place)
         except ManagerError as error:
-            self._circuit.failed(str(error), self._loop.time())
+            self._circuit.failed(str(error), self._loop.time(), _actions(self._waiting))
             for lease in self._waiting:
                 lease.finish(lost=str(error))
             self._waiting.clear()
@@ -163,11 +172,14 @@ class Turn:
         try:
             if not self._ready.done():
                 self._ready.set_result(None)
-            while self._waiting and process.alive:
+            while self._waiting and process.alive and not self._afresh:
                 calls += 1
                 await self._call_next(process)
         finally:
             self._host.used(self._place, calls, self._loop.time() - begun_s)
+        if self._afresh:
+            self._afresh = False
+            await self._host.unload(self._place)
 
     def _next_batch(self) -> list[InferLease]:
         """In the order in which they came. One that broke a batch, or was in one that broke, goes alone."""
@@ -190,7 +202,7 @@ class Turn:
         except ProcessLost as error:
             self._on_loss(batch, error)
         else:
-            self._circuit.succeeded()
+            self._circuit.succeeded(self._place.devices)
             for lease, answer in zip(batch, done.answers, strict=True):
                 lease.finish(b"" if lease.stopped else answer)
         finally:
@@ -201,7 +213,7 @@ class Turn:
         came, and not by the service."""
         again = [lease for lease in batch if not (error.begun or lease.again or lease.stopped)]
         if not again:
-            self._circuit.failed(str(error), self._loop.time())
+            self._circuit.failed(str(error), self._loop.time(), _actions(batch))
         for lease in batch:
             if lease in again:
                 lease.again = True
@@ -210,18 +222,36 @@ class Turn:
         self._waiting = dict.fromkeys([*again, *self._waiting])
 
     def _on_failure(self, batch: list[InferLease], error: ServiceFailed) -> None:
+        """An engine that failed a batch has perhaps carried it out: only what may be repeated is called again."""
         failed = error.failed
         live = [lease for lease in batch if not lease.ended.done()]
         if failed.whose == "stopped" or not live:
             for lease in live:
                 lease.finish()
-        elif len(batch) > 1:
-            for lease in live:
-                lease.alone = True
-            self._waiting = dict.fromkeys([*live, *self._waiting])
-        elif failed.whose == "payload":
-            self._circuit.succeeded()
-            live[0].refuse(InvalidAction("payload", failed.reason, failed.expected))
-        else:
-            self._circuit.failed(failed.reason, self._loop.time())
-            live[0].finish(lost=f"service {self._place.service} failed: {failed.reason}")
+            return
+        again = [lease for lease in live if lease.action.idempotent] if len(batch) > 1 else []
+        for lease in again:
+            lease.alone = True
+        self._waiting = dict.fromkeys([*again, *self._waiting])
+        if len(batch) == 1 and failed.whose == "payload":
+            self._circuit.declined()
+            live[0].refuse(InvalidAction(failed.field or "payload", failed.reason, failed.expected))
+            return
+        if not again:
+            self._count(failed, live)
+        together = f" together with {len(batch) - 1} others" if len(batch) > 1 else ""
+        for lease in live:
+            if lease not in again:
+                lease.finish(lost=f"service {self._place.service} failed{together}: {failed.reason}")
+
+    def _count(self, failed: Failed, leases: list[InferLease]) -> None:
+        """Those that are called again are counted when they fail again."""
+        if failed.whose == "payload":
+            self._circuit.declined()
+            return
+        devices, now = self._place.devices, self._loop.time()
+        self._afresh |= self._circuit.raised(failed.reason, now, devices, _actions(leases))
+
+
+def _actions(leases: Iterable[InferLease]) -> list[str]:
+    return [lease.action.id for lease in leases]

@@ -85,6 +85,8 @@ class Done(Reply, frozen=True, kw_only=True):
     needs: dict[int, int] = {}
     """Prepare: bytes on each device, by degree."""
     batch_max: int = 1
+    elsewhere: bool = False
+    """Prepare: the weights are not in the host copy, so what the service takes has to be said."""
     seconds: float = 0.0
     """That the engine took, without the way here."""
 
@@ -92,9 +94,11 @@ class Done(Reply, frozen=True, kw_only=True):
 class Failed(Reply, frozen=True, kw_only=True):
     reason: str
     whose: str = "service"
-    """`service`; `payload`: the caller's; `full`: a device has no room; `stopped`: it was interrupted."""
+    """`service`; `payload`: the caller's; `config`: what was said of the service; `full`: a device has no room;
+    `stopped`: it was interrupted."""
+    field: str = ""
     expected: str = ""
-    """Of a payload."""
+    """Of a payload or a config."""
     unclean: bool = False
     """Something is left on the devices that only the end of the process frees."""
 
