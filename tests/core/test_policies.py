@@ -938,3 +938,16 @@ def test_a_call_of_a_new_service_goes_where_the_least_is_lost() -> None:
     assert sorted(residents_of(rig)) == [("judge", (0,)), ("teacher", (1,))]
     effects = rig.submit("new", fixed(1), kind=GPU, service="critic")
     assert start_of(effects).grant.shares[0].cells == (1,)
+
+
+# ---- adaptive: calls of APIs ------------------------------------------------------------------------------------
+
+
+def test_calls_of_an_api_keep_their_order_whatever_is_expected_of_them() -> None:
+    rig = Rig("adaptive", (Pool(kind="api", total=1),))
+    rig.submit("under way", fixed(1), kind="api")
+    rig.submit("long", fixed(1), kind="api", duration_s=10.0)
+    rig.submit("short", fixed(1), kind="api", duration_s=0.1)
+    rig.finish("under way")
+    rig.finish("long")
+    assert rig.starts == ["under way", "long", "short"]

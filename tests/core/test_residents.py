@@ -119,6 +119,15 @@ def test_a_service_is_worth_the_restores_that_it_saves_and_less_with_every_minut
     assert residents.worth("judge", CALLS_MEMORY_S) == pytest.approx(2 * once / math.e)
 
 
+def test_what_one_call_proves_is_nothing_and_of_many_nearly_all() -> None:
+    residents = Residents()
+    residents.called("judge", 0.0)
+    assert residents.sure_worth("judge", 0.0) == residents.sure_worth("nobody", 0.0) == 0.0
+    for _ in range(99):
+        residents.called("judge", 0.0)
+    assert residents.sure_worth("judge", 0.0) == pytest.approx(0.9 * residents.worth("judge", 0.0))
+
+
 def test_a_place_is_worth_what_lies_on_any_of_its_devices_and_a_second_copy_less() -> None:
     residents = Residents()
     for service in ("judge", "teacher"):

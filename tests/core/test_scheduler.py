@@ -524,6 +524,26 @@ def test_what_a_lost_attempt_spent_is_corrected_too(cluster: Make) -> None:
     assert c.free("tokens") == 10 - 1 - 4
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_program_in_a_sandbox_that_lacks_a_sliding_quota_starts_when_that_comes_back(
+    cluster: Make, at_once: bool
+) -> None:
+    api = Pool(kind="api", total=1, window=Window(seconds=2.0, sliding=True, arrival_s=1.0))
+    c = cluster(*cpu_node("n0", 2, memory_gib=1), api)
+    c.send(Reserve(sandbox="box", memory=16))
+    both = {"cpu": cores(1), "api": fixed(1)}
+    c.submit("first", both, sandbox="box", at_once=at_once)
+    c.started("first")
+    c.submit("second", both, sandbox="box", at_once=at_once)
+    assert c.starts() == []
+    c.now = 0.5
+    wakes = [effect.at for effect in c.finished("first") if isinstance(effect, WakeAt)]
+    assert wakes == [2.5]
+    c.now = 2.5
+    c.send(Tick())
+    assert c.starts() == ["second"]
+
+
 def test_a_quota_by_concurrency_comes_back_with_finished(cluster: Make) -> None:
     c = cluster(API)
     for name in "abc":

@@ -26,7 +26,7 @@ def sequence(seed: int) -> list[str]:
     """One service that is called much, and three that are called so rarely that no decision is a close one."""
     rest = [*"bcd" * 2, *"a" * 6]
     random.Random(seed).shuffle(rest)
-    return [*"a" * 10, *rest, *"aa"]
+    return [*"a" * 30, *rest, *"aa"]
 
 
 @pytest.mark.parametrize("name", ["fcfs", "paper", "adaptive"])

@@ -135,7 +135,7 @@ class Queue:
         for run in self.runs.values():
             if run.waiting:
                 for lane in run.lanes.values():
-                    if lane.waiting and pool.kind in lane.kinds and lane.node in ("", pool.node):
+                    if lane.waiting and pool.kind in lane.kinds and (not pool.node or lane.node in ("", pool.node)):
                         yield lane
 
     # ---- lanes that wait for a change ----

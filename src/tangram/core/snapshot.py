@@ -263,9 +263,9 @@ class Snapshot:
         """How often it was called lately."""
         return self._residents.calls_per_s(service, self.now)
 
-    def worth(self, service: str) -> float:
-        """Seconds of restoring per second that it saves the callers of this service that it is loaded."""
-        return self._residents.worth(service, self.now)
+    def sure_worth(self, service: str) -> float:
+        """Seconds of restoring per second that it saves the callers of this service, at least, that it is loaded."""
+        return self._residents.sure_worth(service, self.now)
 
     def least_worth(self, pool: PoolState, units: int, *, smallest: bool = False) -> tuple[tuple[int, ...], float]:
         """Of the free device sets of that size the one whose services are worth least, and their worth. There must be

@@ -2,7 +2,8 @@
 
 What it does beyond the published algorithm (docs/concepts/policies.md has the reasons, measured):
 
-- order by expected unit-seconds, smallest first; ageing in the scheduler keeps that from starving anybody;
+- order by expected unit-seconds, smallest first, and calls of APIs by arrival; ageing in the scheduler keeps that
+  from starving anybody;
 - CPU that nobody declared is reserved by learned real use, with a generous limit, because tool calls mostly wait. An
   action whose expected remaining work is large reserves, and so weighs, less: it runs on what the short ones leave;
 - elastic CPU actions share by heSRPT over what runs and what waits, and are resized as that changes;
@@ -87,13 +88,14 @@ class Adaptive:
         self.resize = resize
 
     def order(self, entry: Entry, snapshot: Snapshot) -> float:
-        """Expected unit-seconds at the minimum: what the action takes away from the others."""
-        estimate = snapshot.estimate(entry)
+        """Expected unit-seconds at the minimum: what the action takes away from the others. Calls of APIs keep their
+        order: what they take of a quota does not depend on how long they last."""
         pools = entry.action.demand.pools
         cpu = pools.get(CPU)
         if cpu is not None:
+            estimate = snapshot.estimate(entry)
             return estimate.work_s * (cpu.min / CORE if cpu.declared else min(estimate.busy, cpu.max / CORE))
-        return estimate.work_s * (pools[GPU].min if GPU in pools else 1)
+        return snapshot.estimate(entry).work_s * pools[GPU].min if GPU in pools else 0.0
 
     def reserve(self, entry: Entry, snapshot: Snapshot) -> int:
         """Learned use, less for what is expected to run long; RESERVE_MAX while nothing is known."""

@@ -93,7 +93,7 @@ def restore_ahead(snapshot: Snapshot, pool: PoolState) -> Iterator[Preload]:
     calls_per_s = 0.0
     if not wanted:
         for service, units in snapshot.called_services():
-            worth = snapshot.worth(service)
+            worth = snapshot.sure_worth(service)
             calls_per_s += snapshot.calls_per_s(service)
             if worth > most and pool.fits(units) and not snapshot.is_anywhere(service):
                 wanted, wanted_units, most = service, units, worth
