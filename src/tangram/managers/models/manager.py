@@ -91,6 +91,8 @@ class ModelManager:
         self._known: list[Known] = []
         self._batch_max: dict[str, int] = {}
         self._circuits = {service.name: Circuit(service.name, circuit_pause_s) for service in services}
+        self._unloadable: set[str] = set()
+        """Services whose last load failed."""
         self._room = Room(self._memory)
         self._census = Census()
         self._processes: dict[int, DeviceProcess] = {}
@@ -216,20 +218,18 @@ class ModelManager:
 
     async def restore(self, service: str, devices: tuple[int, ...]) -> None:
         """Load a service ahead of its next action. Devices that somebody uses by now are left alone, and so is a
-        service that keeps failing: what was not done is told as Evicted. Raises ManagerError."""
+        service that could not be loaded the last time: what was not done is told as Evicted. Raises ManagerError."""
         self._require_open()
-        place, circuit, loop = Place(service, devices), self._circuits[service], asyncio.get_running_loop()
+        place = Place(service, devices)
         assert (service, len(devices)) in self._need, place
         try:
-            if circuit.is_open or any(self._locks[device].locked() for device in devices):
+            failing = self._circuits[service].is_open or service in self._unloadable
+            if failing or any(self._locks[device].locked() for device in devices):
                 return
             await self.hold(devices)
             try:
                 await self.have(place)
                 self._room.end_use(place)
-            except ManagerError as error:
-                circuit.failed(str(error), loop.time())
-                raise
             finally:
                 self.let_go(devices)
         finally:
@@ -327,6 +327,7 @@ class ModelManager:
         for victim in self._room.victims(place.devices, need):
             await self._evict(victim)
         process = await self._running(place.devices[0])  # now, because who does not let go loses its process
+        self._unloadable.add(place.service)
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         try:
@@ -342,6 +343,7 @@ class ModelManager:
             ) from error
         if not process.alive:
             raise ManagerError(f"{process.name} ended as soon as it had loaded {place.service}")
+        self._unloadable.discard(place.service)
         self._room.add(place, need)
         self._circuits[place.service].loaded(place.devices)
         self._loads += 1
