@@ -25,13 +25,16 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help run test test-cgroup-v2 lint bench docs clean
+.PHONY: help run mixed test test-cgroup-v2 lint bench docs clean
 help: ## list the verbs
 	@echo "make VERB [ARGS=...]"
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
 
 run: $(STAMP) $(SYSTEM) ## run coding agents on real sandboxes, with cores reserved and by action; see build/report.html
 	@$(VENV)/bin/tangram bench reservation --report build/report.html $(ARGS)
+
+mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools; see build/mixed.html
+	@$(VENV)/bin/python examples/mixed/mixed.py --report build/mixed.html $(ARGS)
 
 # Bounded, because on a large machine one process per core would mostly start processes.
 test: $(STAMP) $(SYSTEM) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
@@ -41,8 +44,8 @@ test-cgroup-v2: $(STAMP) $(SYSTEM) ## run tests on a kernel with cgroup v2, in a
 	@tools/test-cgroup-v2 $(ARGS)
 
 lint: $(STAMP) ## check format, lint rules and types
-	@$(VENV)/bin/ruff format --check src tests docs
-	$(VENV)/bin/ruff check src tests docs
+	@$(VENV)/bin/ruff format --check src tests docs examples
+	$(VENV)/bin/ruff check src tests docs examples
 	$(VENV)/bin/mypy
 
 bench: $(STAMP) $(SYSTEM) ## run the benchmarks; ARGS=--quick for a short look
