@@ -17,7 +17,7 @@ from tangram.core.policies.base import Begin, Preload
 if TYPE_CHECKING:
     from tangram.core.snapshot import Snapshot
 
-AHEAD_FACTOR = 2.0
+AHEAD_FACTOR = 3.0
 """A service is restored ahead in the place of others only if it is worth this many times as much as they are: worth
 changes with every call, and services of equal worth would drive each other out."""
 
