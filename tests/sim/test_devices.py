@@ -89,10 +89,10 @@ def calls(*names: str, think_s: float = 5.0, work_s: float = 1.0) -> Episode:
 def test_an_idle_device_gets_back_what_is_called_most_before_it_is_called() -> None:
     seen = Seen()
     work = Workload(
-        name="test", seed=0, episodes=(calls(*"aaaaaaaa", "b", "a"),), services=(service("a"), service("b"))
+        name="test", seed=0, episodes=(calls(*"a" * 16, "b", "a", think_s=1.0),), services=(service("a"), service("b"))
     )
     result = simulate(work, "adaptive", (Pool(kind=GPU, node="g0", total=1),), observer=seen)
-    assert [row.overhead_s for row in result.rows] == [0.5, *[0.0] * 7, 0.5, 0.0]
+    assert [row.overhead_s for row in result.rows] == [0.5, *[0.0] * 15, 0.5, 0.0]
     assert [message.service for message in seen if isinstance(message, Restore)] == ["a"]
     assert seen.places() == ["+a 0", "-a 0", "+b 0", "-b 0", "+a 0"]
 
