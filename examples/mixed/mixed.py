@@ -1,6 +1,6 @@
 """Three runs at once on shared pools: coding in sandboxes, search under a quota, teachers on emulated devices.
 
-    python examples/mixed/mixed.py --report build/mixed.html
+    .venv/bin/python examples/mixed/mixed.py --report build/mixed.html
 
 The same agents are played on two sides, one after the other. *Shared*: one connection with all pools, every use an
 action. *As today*: a device for each teacher, and calls of the search API that nobody counts. Owns the command and the
@@ -47,8 +47,8 @@ SETUP_SHARE = 0.5
 """Of the whole time, about: PyTorch is imported once in every process of a device."""
 EXAMPLES = f"""\
 examples:
-  python examples/mixed/mixed.py --report build/mixed.html
-  python examples/mixed/mixed.py --quick --json
+  .venv/bin/python examples/mixed/mixed.py --report build/mixed.html
+  .venv/bin/python examples/mixed/mixed.py --quick --json
 
 needs root (sandboxes) and the extra `transformers`: {INSTALL}
 """

@@ -225,5 +225,5 @@ def _footer(outcome: Outcome, path: Path) -> str:
     )
     entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in known)
     quick = " --quick" if outcome.quick else ""
-    command = f"python examples/mixed/mixed.py{quick} --seed {outcome.seed} --report {path}"
+    command = f".venv/bin/python examples/mixed/mixed.py{quick} --seed {outcome.seed} --report {path}"
     return f"<footer><p>The same again:</p><pre>{escape(command)}</pre><dl>{entries}</dl></footer>"

@@ -127,7 +127,7 @@ def test_what_cannot_be_meant_is_said_before_anything_runs(tmp_path: Path) -> No
 
     async def without() -> None:
         async with connect(backend="process", state=tmp_path / "state") as t:
-            with pytest.raises(InvalidAction, match="has no services"):
+            with pytest.raises(InvalidAction, match="was given none"):
                 await t.infer("judge", "x")
         with pytest.raises(TangramError, match="is closed"):
             await t.infer("judge", "x")

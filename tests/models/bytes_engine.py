@@ -40,6 +40,17 @@ def said(pieces: Sequence[bytes | memoryview], payload: bytes, batch: int) -> by
     return json.dumps({"weights": found.hexdigest(), "payload": payload.hex(), "batch": batch}).encode()
 
 
+class LateError(RuntimeError):
+    """Takes long to say what it is: until its file is gone, which it makes, each time."""
+
+    def __str__(self) -> str:
+        path = Path(self.args[0])
+        path.touch()
+        while path.exists():
+            time.sleep(0.01)
+        return "late"
+
+
 class BytesEngine(Engine):
     def __init__(self, seed: int = 1, size: int = 1 << 20, batch_max: int = 1, log: str = "", **faults: str) -> None:
         self.seed, self.size, self.batch_max, self.log, self.faults = seed, size, batch_max, log, faults
@@ -96,8 +107,15 @@ class BytesEngine(Engine):
             raise RuntimeError("no such token")
         if word == "bad":
             raise InvalidAction("payload", "bad", "a payload that is good")
-        if word in ("wait", "stubborn", "slow"):
+        if word == "late":
+            raise LateError(path)
+        if word in ("wait", "stubborn", "slow", "turned"):
             Path(path).touch()
+        if word == "turned":
+            try:
+                time.sleep(3600)
+            except BaseException as error:
+                raise RuntimeError("the interrupt became an error") from error
         while word == "slow" and Path(path).exists():
             time.sleep(0.01)
         if word == "wait":

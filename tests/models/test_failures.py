@@ -22,6 +22,7 @@ from tangram.errors import AdmissionRefused, InvalidAction, InvariantError, Mana
 from tangram.managers.models import Infer, Service
 from tangram.managers.models import manager as manager_module
 from tangram.managers.models import turns as turns_module
+from tangram.managers.models.process import NotReady
 from tangram.managers.models.room import Place
 from tangram.managers.models.turns import InferLease
 from tangram.managers.process_tree import look_up
@@ -374,6 +375,39 @@ def test_a_batch_of_which_all_are_stopped_is_interrupted(flag: Flag) -> None:
     run(Rig([service("a", batch_max=2)], devices(1)), test)
 
 
+def test_a_call_that_raises_while_it_is_stopped_costs_nobody_the_process(flag: Flag) -> None:
+    async def test(rig: Rig) -> None:
+        lease = await rig.start("a", payload=f"late:{flag}".encode())
+        before = rig.manager.process_ids()
+        await until(flag.is_up)  # the traceback is printed, in which nothing can be raised
+        flag.lower()
+        await until(flag.is_up)  # the reason is put into words
+        stopping = asyncio.create_task(lease.stop())
+        await asyncio.sleep(0.1)  # the interrupt is there
+        flag.lower()
+        await stopping
+        assert (await lease.wait()).answer == b""
+        await answers(rig, "a", 1)
+        assert rig.manager.process_ids() == before
+
+    run(Rig([service("a")], devices(1)), test)
+
+
+def test_what_was_stopped_is_not_called_again_when_its_batch_fails(tmp_path: Path, flag: Flag) -> None:
+    log = tmp_path / "log"
+
+    async def test(rig: Rig) -> None:
+        payloads = [f"turned:{flag}".encode(), b"x"]
+        leases = await asyncio.gather(*(rig.start("a", payload=p, batch="lead") for p in payloads))
+        await until(flag.is_up)
+        await asyncio.gather(*(lease.stop() for lease in leases))
+        assert [(await lease.wait()).lost for lease in leases] == ["", ""]
+        assert log.read_text().split() == [f"turned:{flag}", "x"]
+        await answers(rig, "a", 1)
+
+    run(Rig([service("a", batch_max=2, calls=str(log))], devices(1)), test)
+
+
 def test_one_that_waits_behind_others_of_its_batch_is_stopped_at_once(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
         payloads = [f"slow:{flag}".encode(), b"x"]
@@ -514,6 +548,21 @@ def test_a_payload_that_kills_the_process_opens_the_circuit_only_after_three_act
             await rig.call("a", payload=b"x")
 
     run(Rig([service("a")], devices(1), circuit_pause_s=3600.0), test)
+
+
+def test_a_process_that_does_not_get_ready_counts_against_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(index: int) -> None:
+        raise NotReady(f"the process of device {index} did not get ready")
+
+    async def test(rig: Rig) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.manager, "_running", never)
+            for _ in range(4):
+                with pytest.raises(ManagerError, match="device 0 did not get ready"):
+                    await rig.start("a")
+        await answers(rig, "a", 1)
+
+    run(Rig([service("a")], devices(1)), test)
 
 
 def test_loads_that_fail_count_once_for_each_action(flag: Flag) -> None:

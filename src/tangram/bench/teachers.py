@@ -196,6 +196,10 @@ def _explain(found: Findings, sizes: Sizes) -> None:
             f" {value[f'act_vs_static_{batch}_half']:.3g}, half as crowded {value[f'act_vs_static_{batch}_twice']:.3g}."
         )
     found.notes.append(
+        "Where calls crowd so much that devices which are shared are over capacity as well, the ratio falls again."
+        " Means over seeds of which some keep up and some do not have wide intervals."
+    )
+    found.notes.append(
         "The publication says neither how often each model is asked for nor how crowded its calls are. Here the shares"
         " are those of a production mix of models, and calls crowd because trajectories of a domain end together."
     )

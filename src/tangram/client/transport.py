@@ -148,7 +148,7 @@ class LocalTransport:
 
     def service(self, name: str) -> Service:
         if self._models is None:
-            raise InvalidAction("service", name, "none: this connection has no services, see connect(services=...)")
+            raise InvalidAction("service", name, "one of connect(services=...), and this connection was given none")
         return self._models.service(name)
 
     def let_go(self, action: str, spent: dict[str, int] | None) -> None:

@@ -48,6 +48,10 @@ class ProcessLost(ManagerError):
     """Whether it had begun to call an engine."""
 
 
+class NotReady(ManagerError):
+    """The process could not be started: the fault of its machine or its device, of no single service."""
+
+
 class ServiceFailed(ManagerError):
     """The engine failed, and the process lives on."""
 
@@ -92,7 +96,7 @@ class DeviceProcess(asyncio.Protocol):
     # ---- start ----
 
     async def start(self, hello: AnyRequest | None, descriptors: Sequence[int]) -> None:
-        """Raises ManagerError if it does not get ready, and has left nothing."""
+        """Raises NotReady, and has left nothing."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -102,11 +106,11 @@ class DeviceProcess(asyncio.Protocol):
             ours.close()
             await self.end("it could not be started")
             if isinstance(error, OSError):
-                raise ManagerError(f"{self.name} cannot be started: {error}") from error
+                raise NotReady(f"{self.name} cannot be started: {error}") from error
             raise
         if self._ending is not None:
             self._abort()
-            raise ProcessLost(self._why or f"{self.name} ended while it was started")
+            raise NotReady(self._why or f"{self.name} ended while it was started")
         if hello is None:
             return
         try:
@@ -115,9 +119,9 @@ class DeviceProcess(asyncio.Protocol):
         except BaseException as error:
             await self.end("it did not get ready")
             if isinstance(error, TimeoutError):
-                raise ManagerError(f"{self.name} was not ready after {START_S_MAX:.0f} s{self._last_words()}") from None
+                raise NotReady(f"{self.name} was not ready after {START_S_MAX:.0f} s{self._last_words()}") from None
             if isinstance(error, ManagerError):
-                raise ManagerError(f"{self.name} did not get ready: {error}") from error
+                raise NotReady(f"{self.name} did not get ready: {error}") from error
             raise
 
     def _spawn(self, fd: int, descriptors: Sequence[int]) -> None:

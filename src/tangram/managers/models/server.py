@@ -215,9 +215,11 @@ class Server:
         loaded = self._holdings[request.service, request.devices].loaded
         self._reply(Begun(id=request.id))
         begun_s = time.monotonic()
-        self._calling = request.id
-        answers = engine.call(loaded, request.payloads)
-        self._calling = 0
+        try:
+            self._calling = request.id
+            answers = engine.call(loaded, request.payloads)
+        finally:
+            self._calling = 0  # whoever interrupts it from now on is late
         seconds = time.monotonic() - begun_s
         if not isinstance(answers, list) or len(answers) != len(request.payloads):
             count = len(answers) if isinstance(answers, list) else f"no list but {type(answers).__name__} of"

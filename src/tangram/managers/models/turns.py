@@ -16,7 +16,7 @@ from tangram.core.action import Action, Usage
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.base import STOP_GRACE_S
 from tangram.managers.models.circuit import Circuit
-from tangram.managers.models.process import DeviceProcess, ProcessLost, ServiceFailed
+from tangram.managers.models.process import DeviceProcess, NotReady, ProcessLost, ServiceFailed
 from tangram.managers.models.room import Place
 from tangram.managers.models.wire import Call, Failed
 from tangram.managers.work import Ended
@@ -162,7 +162,8 @@ class Turn:
         try:
             process = self._process = await self._host.have(self._place)
         except ManagerError as error:
-            self._circuit.failed(str(error), self._loop.time(), _actions(self._waiting))
+            if not isinstance(error, NotReady):
+                self._circuit.failed(str(error), self._loop.time(), _actions(self._waiting))
             for lease in self._waiting:
                 lease.finish(lost=str(error))
             self._waiting.clear()
@@ -224,10 +225,11 @@ class Turn:
     def _on_failure(self, batch: list[InferLease], error: ServiceFailed) -> None:
         """An engine that failed a batch has perhaps carried it out: only what may be repeated is called again."""
         failed = error.failed
-        live = [lease for lease in batch if not lease.ended.done()]
-        if failed.whose == "stopped" or not live:
-            for lease in live:
+        for lease in batch:
+            if lease.stopped or failed.whose == "stopped":
                 lease.finish()
+        live = [lease for lease in batch if not lease.ended.done()]
+        if not live:
             return
         again = [lease for lease in live if lease.action.idempotent] if len(batch) > 1 else []
         for lease in again:
