@@ -107,7 +107,7 @@ class BytesEngine(Engine):
             raise RuntimeError("no such token")
         if word == "bad":
             raise InvalidAction("payload", "bad", "a payload that is good")
-        if word == "late":
+        if word == "lingers":
             raise LateError(path)
         if word in ("wait", "stubborn", "slow", "turned"):
             Path(path).touch()

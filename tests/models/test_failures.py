@@ -377,7 +377,7 @@ def test_a_batch_of_which_all_are_stopped_is_interrupted(flag: Flag) -> None:
 
 def test_a_call_that_raises_while_it_is_stopped_costs_nobody_the_process(flag: Flag) -> None:
     async def test(rig: Rig) -> None:
-        lease = await rig.start("a", payload=f"late:{flag}".encode())
+        lease = await rig.start("a", payload=f"lingers:{flag}".encode())
         before = rig.manager.process_ids()
         await until(flag.is_up)  # the traceback is printed, in which nothing can be raised
         flag.lower()

@@ -140,7 +140,7 @@ def test_with_faults_everything_settles_and_every_unit_comes_back(seed: int) -> 
 
 def test_a_lost_action_that_may_run_again_does_and_another_one_does_not() -> None:
     ends: Counter[tuple[bool, Status]] = Counter()
-    for seed in range(30):
+    for seed in range(60):
         judge = play(seed, "adaptive")
         for action in judge.lost:
             idempotent, outcome = judge.actions[action].idempotent, judge.settled[action]

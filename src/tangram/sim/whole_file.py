@@ -30,8 +30,10 @@ def check_writable(option: str, path: Path) -> None:
             raise OSError(22, "it is a device or a pipe")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_of(path)
-        partial.open("wb").close()
-        partial.unlink()
+        try:
+            partial.open("wb").close()
+        finally:
+            partial.unlink(missing_ok=True)  # whatever ends it, Ctrl-C included
 
 
 @contextmanager
