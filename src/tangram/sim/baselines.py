@@ -318,23 +318,8 @@ class Baseline:
     def _settle(self, call: _Call, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
         del self._calls[call.action.id]
         ran_s = self._now - call.started_at if call.attempts else 0.0
-        ours_s = min(usage.overhead_s, ran_s)
-        execution_s = ran_s - ours_s
-        overhead_s = call.started_at - call.granted_at + ours_s
-        self._effects.append(
-            Settle(
-                outcome=Outcome(
-                    action=call.action.id,
-                    status=status,
-                    reason=reason,
-                    waiting_s=self._now - call.submitted_at - execution_s - overhead_s,
-                    execution_s=execution_s,
-                    overhead_s=overhead_s,
-                    usage=usage,
-                    attempts=call.attempts,
-                )
-            )
-        )
+        act_s, held_up_s = self._now - call.submitted_at, call.started_at - call.granted_at
+        self._effects.append(settled(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
 
     # ---- faults ----
 
@@ -418,6 +403,32 @@ def _divide(pools: tuple[Pool, ...], services: tuple[ServiceModel, ...], each: i
             f"at least {needed} for {len(services)} services",
         )
     return statics
+
+
+def settled(
+    action: Action,
+    status: Status,
+    reason: str,
+    usage: Usage,
+    act_s: float,
+    ran_s: float,
+    held_up_s: float,
+    attempts: int,
+) -> Settle:
+    """The end of an action, its time divided. `held_up_s`: between its grant and its start."""
+    ours_s = min(usage.overhead_s, ran_s)
+    return Settle(
+        outcome=Outcome(
+            action=action.id,
+            status=status,
+            reason=reason,
+            waiting_s=act_s - ran_s - held_up_s,
+            execution_s=ran_s - ours_s,
+            overhead_s=held_up_s + ours_s,
+            usage=usage,
+            attempts=attempts,
+        )
+    )
 
 
 def nearest_degree(service: ServiceModel, each: int) -> int:

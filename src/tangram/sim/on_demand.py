@@ -33,7 +33,7 @@ from collections import deque
 
 import msgspec
 
-from tangram.core.action import NO_USAGE, Action, Outcome, Status, Usage
+from tangram.core.action import NO_USAGE, Action, Status, Usage
 from tangram.core.demand import GPU
 from tangram.core.messages import (
     Cancel,
@@ -46,7 +46,6 @@ from tangram.core.messages import (
     Pool,
     PoolChanged,
     Refuse,
-    Settle,
     Share,
     Start,
     Started,
@@ -57,7 +56,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import InvalidConfig
-from tangram.sim.baselines import ATTEMPTS_MAX, CANCELLED, nearest_degree
+from tangram.sim.baselines import ATTEMPTS_MAX, CANCELLED, nearest_degree, settled
 from tangram.sim.episode import ServiceModel, Workload
 
 NAME = "on-demand"
@@ -283,27 +282,13 @@ class OnDemand:
             call.model.queue.appendleft(call)
 
     def _settle(self, call: _Call, status: Status, reason: str, usage: Usage = NO_USAGE) -> None:
-        ran_s = overhead_s = 0.0
+        ran_s = held_up_s = 0.0
         if call.instance is not None:
-            ran_s = self._now - call.started_at
-            overhead_s = call.started_at - call.granted_at
+            ran_s, held_up_s = self._now - call.started_at, call.started_at - call.granted_at
         del self._calls[call.action.id]
         self._leave(call)
-        ours_s = min(usage.overhead_s, ran_s)
-        self._effects.append(
-            Settle(
-                outcome=Outcome(
-                    action=call.action.id,
-                    status=status,
-                    reason=reason,
-                    waiting_s=self._now - call.submitted_at - ran_s - overhead_s,
-                    execution_s=ran_s - ours_s,
-                    overhead_s=overhead_s + ours_s,
-                    usage=usage,
-                    attempts=call.attempts,
-                )
-            )
-        )
+        act_s = self._now - call.submitted_at
+        self._effects.append(settled(call.action, status, reason, usage, act_s, ran_s, held_up_s, call.attempts))
 
     # ---- instances ----
 
