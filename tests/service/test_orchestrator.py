@@ -39,7 +39,6 @@ class Rig:
         self.seen.append((event, list(effects)))
 
     async def open(self) -> None:
-        self.orchestrator.reserve("box", 64, "default")
         action = Action(id="open", demand=Demand({CPU: cores(1)}), sandbox="box", kind="open")
         settled = await self.orchestrator.settle(self.orchestrator.submit(action, Open(spec=SandboxSpec())))
         assert settled.outcome.status is Status.SUCCEEDED
@@ -184,8 +183,9 @@ def test_a_refusal_settles_the_action_with_its_reason() -> None:
     async def test(rig: Rig) -> None:
         refused = (await rig.run(cpus=64)).outcome
         assert refused.status is Status.REFUSED and "64 cores" in refused.reason
+        second = Action(id="second", demand=Demand({CPU: cores(1)}), sandbox="second", kind="open")
         with pytest.raises(AdmissionRefused, match="sandboxes"):
-            rig.orchestrator.reserve("second", 1, "default")
+            rig.orchestrator.submit(second, Open(spec=SandboxSpec()))
 
     with_rig(test, lambda: Rig(sandboxes_max=1))
 
@@ -217,7 +217,6 @@ def test_files_are_those_of_the_node_where_the_sandbox_is() -> None:
             rig.orchestrator.manager_of("other")
         action = Action(id="close", demand=Demand({CPU: cores(1)}), sandbox="box", kind="close")
         await rig.orchestrator.settle(rig.orchestrator.submit(action, Close()))
-        rig.orchestrator.release("box")
         with pytest.raises(ManagerError, match="no sandbox box"):
             rig.orchestrator.manager_of("box")
 

@@ -35,7 +35,6 @@ from tangram.client.functions import CallResult, Function, Functions
 from tangram.client.models import Inference, demand_of, devices_of, inference_of, payload_of, refused, services_of
 from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
-from tangram.client.sizes import in_bytes
 from tangram.client.transport import LocalTransport, Transport
 from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand
@@ -44,6 +43,7 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Event, Pool, RunChanged
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
+from tangram.core.sizes import in_bytes
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import Call, EndpointManager, EndpointSpec, FunctionManager, Post

@@ -22,11 +22,11 @@ import msgspec
 from tangram.client.checks import Life, Quotas, quota_demand
 from tangram.client.result import Timing, raise_for
 from tangram.client.sharing import Sharing
-from tangram.client.sizes import amounts, in_bytes
 from tangram.client.transport import Pending
 from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, Amounts, Demand, fixed
 from tangram.core.messages import Event, Pool, PoolChanged
+from tangram.core.sizes import amounts, in_bytes
 from tangram.errors import (
     AdmissionRefused,
     FunctionFailed,

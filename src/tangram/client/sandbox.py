@@ -34,13 +34,13 @@ from tangram.client.checks import (
     words_of,
 )
 from tangram.client.result import Result, result_of
-from tangram.client.sizes import Cpus, amounts, in_bytes
 from tangram.client.transport import Pending, Transport
 from tangram.client.trees import pack_tree, unpack_tree
 from tangram.core.action import PRIORITY_MAX, Action, Status
 from tangram.core.demand import CPU, Demand, cores
+from tangram.core.sizes import Cpus, amounts, in_bytes
 from tangram.core.speedup import Speedup
-from tangram.errors import FileFailed, SessionEnded
+from tangram.errors import FileFailed, ManagerError, SessionEnded
 from tangram.managers.base import Files
 from tangram.managers.work import (
     CAPTURE_BYTES_CEILING,
@@ -110,7 +110,6 @@ class Sandbox:
     async def __aenter__(self) -> Self:
         self._connection.require()
         self._life.begin()
-        self._transport.reserve(self.name, -(-self._spec.memory_bytes // MIB), self._run)
         try:
             await self._errand("open", Open(spec=self._spec), OPEN_CORES)
         except BaseException:
@@ -138,18 +137,15 @@ class Sandbox:
         for pending in list(self._under_way):
             pending.cancel()
             await pending.settled()
+        if not self._connection.is_open:
+            return  # the connection ends all that it has
+        # An action like others, but one that does not wait for ever: somebody may hold all cores. Then it ends without.
         action = self._action(
             "close", Demand({CPU: cores(CLOSE_CORES)}), idempotent=True, priority=PRIORITY_MAX, deadline_s=CLOSE_WAIT_S
         )
-        try:
-            if not self._transport.is_placed(self.name) or not self._connection.is_open:
-                return  # opening was given up while it waited, or the connection ends all that it has
-            settled = await self._transport.submit(action, Close()).settled()
-            if settled.outcome.status is not Status.SUCCEEDED:
-                # An action like others, but one that does not wait for ever: somebody may hold all cores.
-                await self._transport.discard(self.name)
-        finally:
-            self._transport.release(self.name)
+        settled = await self._transport.submit(action, Close()).settled()
+        if settled.outcome.status is Status.LOST:
+            raise ManagerError(settled.outcome.reason)
 
     async def _errand(self, kind: str, work: Work, size: float) -> None:
         """Work of ours on the sandbox: it succeeds, or raises what kept it from that."""

@@ -46,20 +46,6 @@ class Pending(Protocol):
 class Transport(Protocol):
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending: ...
 
-    def reserve(self, sandbox: str, memory_mib: int, run: str) -> None:
-        """Memory for a sandbox to come. Raises AdmissionRefused."""
-        ...
-
-    def release(self, sandbox: str) -> None: ...
-
-    def is_placed(self, sandbox: str) -> bool:
-        """Whether anything of it has been made."""
-        ...
-
-    async def discard(self, sandbox: str) -> None:
-        """End a sandbox at once, outside of every queue."""
-        ...
-
     def tell(self, event: Event) -> None:
         """An event for the scheduler, such as a pool that joins."""
         ...
@@ -124,18 +110,6 @@ class LocalTransport:
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
-
-    def reserve(self, sandbox: str, memory_mib: int, run: str) -> None:
-        self.orchestrator.reserve(sandbox, memory_mib, run)
-
-    def release(self, sandbox: str) -> None:
-        self.orchestrator.release(sandbox)
-
-    def is_placed(self, sandbox: str) -> bool:
-        return self.orchestrator.is_placed(sandbox)
-
-    async def discard(self, sandbox: str) -> None:
-        await self.orchestrator.discard(sandbox)
 
     def tell(self, event: Event) -> None:
         self.orchestrator.tell(event)

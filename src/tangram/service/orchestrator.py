@@ -2,7 +2,9 @@
 
 Owns every action between its submission and its end: feeds events to the scheduler, carries its effects out, tells
 callers. Decides nothing. Promises that every action that was submitted settles exactly once, that its units are given
-back only when its manager has said that nothing of it is left, and that leaving the context ends all of them first.
+back only when its manager has said that nothing of it is left, that a sandbox whose opening did not succeed or whose
+closing has settled is gone with its memory, and that leaving the context ends all actions first. With a memory, a start
+is remembered before it is made, and an end before it is told.
 
 One task group holds all tasks. A bug in the scheduler ends the group and with it whoever entered the orchestrator; what
 a manager raises does not: it becomes StartFailed or a lost Finished, and the scheduler says what follows.
@@ -12,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
 
 from tangram.clock import Clock, WallClock
-from tangram.core.action import NO_USAGE, Action, Outcome, Status
+from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status
 from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import (
     Cancel,
@@ -45,7 +47,8 @@ from tangram.core.messages import (
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
 from tangram.managers.base import Executor, Lease, Manager, Output, Restoring
-from tangram.managers.work import Close, Ended, Executed, Work
+from tangram.managers.work import MIB, Close, Ended, Executed, Open, Work
+from tangram.service.fault import Fault, fault_of
 
 LOOK_FIRST_S = 0.25
 LOOK_MAX_S = 8.0
@@ -72,6 +75,17 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     executed: Executed | None = None
     answer: bytes = b""
     """Of a function or a service."""
+    fault: Fault | None = None
+    """What its manager found wrong with what was asked; its caller gets it as an exception."""
+
+
+class Memory(Protocol):
+    """What outlives the orchestrator: its journal. Whoever awaits it goes on when that is written. What it raises ends
+    the orchestrator, since nothing more can be promised."""
+
+    async def starting(self, ticket: Ticket) -> None: ...
+
+    async def settled(self, ticket: Ticket, settled: Settled) -> None: ...
 
 
 class Ticket:
@@ -106,6 +120,7 @@ class Orchestrator:
         *,
         clock: Clock | None = None,
         observer: Observer | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.decider = decider
         self._managers = managers
@@ -114,14 +129,21 @@ class Orchestrator:
         """By the kind of work that they carry out, wherever it was granted. All other work is that of a manager."""
         self._clock = clock or WallClock()
         self._observer = observer
+        self._memory = memory
         self._start_s = self._clock.now()
         self._tickets: dict[str, Ticket] = {}
+        """Until whoever asked has been told."""
+        self._carried = 0
+        """Starts that are being carried out, and ends that are being remembered."""
         self._node_by_sandbox: dict[str, str] = {}
         self._tasks = asyncio.TaskGroup()
         self._alarms: set[asyncio.TimerHandle] = set()
         self._all_settled = asyncio.Event()
         self._all_settled.set()
+        self._all_carried = asyncio.Event()
+        self._all_carried.set()
         self._closing = False
+        self._paused = False
         self._broken: Exception | None = None
 
     # ---- its life ----
@@ -142,10 +164,14 @@ class Orchestrator:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what is under way and wait until it has ended; then the managers end what they hold."""
+        """Cancel what is under way and wait until it has ended; then the managers end what they hold. Whoever was
+        paused leaves its actions to its memory instead."""
         self._closing = True
         try:
-            await undisturbed(self._drain())
+            if not self._paused:
+                await undisturbed(self._drain())
+            elif self._tickets:
+                self._break(ManagerError("the service has stopped; the action is kept, and goes on when it is back"))
         finally:
             try:
                 for alarm in self._alarms:
@@ -165,7 +191,20 @@ class Orchestrator:
         try:
             await self._tasks.__aexit__(type(cancelled) if cancelled else None, cancelled, None)
         except BaseExceptionGroup as errors:
+            if self._paused and errors.exceptions[0] is self._broken:
+                return
             raise errors.exceptions[0] from None
+
+    async def pause(self, limit_s: float) -> int:
+        """Start nothing more and wait until what runs has settled, but not longer than that. What was not started stays
+        with the memory. Returns how many still run: leaving the context leaves these as they are, to be found running
+        by whoever reads the memory."""
+        assert self._memory is not None, "nobody would remember what was left"
+        self._paused = self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._all_carried.wait()
+        return self._carried
 
     async def _drain(self) -> None:
         for action in list(self._tickets):
@@ -184,9 +223,16 @@ class Orchestrator:
         ticket = Ticket(action, work, output)
         if action.id in self._tickets:
             raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
+        if isinstance(work, Open):
+            self._reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
         self._tickets[action.id] = ticket
         self._all_settled.clear()
-        self._send(Submit(action=action))
+        if isinstance(work, Close) and action.sandbox not in self._node_by_sandbox:
+            self._settled(
+                ticket, Settled(outcome=Outcome(action=action.id, status=Status.SUCCEEDED))
+            )  # nothing is there
+        else:
+            self._send(Submit(action=action))
         return ticket
 
     def cancel(self, action: str) -> None:
@@ -203,34 +249,35 @@ class Orchestrator:
             await undisturbed(_done(ticket.settled))
             raise
 
-    def reserve(self, sandbox: str, memory_mib: int, run: str) -> None:
+    def _reserve(self, sandbox: str, memory_mib: int, run: str, node: str = "") -> None:
         """Memory for a sandbox to come. Raises AdmissionRefused."""
-        for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run)):
+        for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run, node=node)):
             if isinstance(effect, Refuse) and effect.action == sandbox:
                 raise AdmissionRefused(effect.limit, effect.reason)
+
+    def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:
+        """A sandbox that a manager has kept from before. Raises AdmissionRefused if there is no room for it."""
+        self._reserve(sandbox, memory_mib, run, node)
+        self._node_by_sandbox[sandbox] = node
 
     def tell(self, event: Event) -> None:
         """What an executor has to say of its own accord: a pool that changed, a service that was loaded."""
         self._send(event)
 
-    def release(self, sandbox: str) -> None:
+    async def discard(self, sandbox: str) -> None:
+        """End a sandbox at once and give its memory back: nobody is asked, and no units are granted for it."""
+        node = self._node_by_sandbox.get(sandbox)
+        if node is not None:  # otherwise it was never made
+            action = Action(id=f"discard-{sandbox}"[:ID_LENGTH_MAX], demand=NOTHING, sandbox=sandbox, kind="close")
+            lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
+            ended = await lease.wait()
+            if ended.lost:
+                raise ManagerError(ended.lost)
+        self._release(sandbox)
+
+    def _release(self, sandbox: str) -> None:
         self._node_by_sandbox.pop(sandbox, None)
         self._send(Release(sandbox=sandbox))
-
-    def is_placed(self, sandbox: str) -> bool:
-        """Whether it has a node, and so something to end."""
-        return sandbox in self._node_by_sandbox
-
-    async def discard(self, sandbox: str) -> None:
-        """End a sandbox at once: nobody is asked, and no units are granted for it."""
-        node = self._node_by_sandbox.get(sandbox)
-        if node is None:
-            return  # it was never made
-        action = Action(id=f"discard-{sandbox}", demand=NOTHING, sandbox=sandbox, kind="close")
-        lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
-        ended = await lease.wait()
-        if ended.lost:
-            raise ManagerError(ended.lost)
 
     def manager_of(self, sandbox: str) -> Manager:
         """Where a sandbox is."""
@@ -276,13 +323,15 @@ class Orchestrator:
                 self._tasks.create_task(_raise(error))
 
     def _on_start(self, effect: Start) -> None:
+        if self._paused:
+            return  # it is left to the memory, as one that never started
         ticket = self._tickets[effect.action.id]
         ticket.attempt = effect.grant.attempt
         ticket.lease = None
         ticket.stop_asked = False
         if effect.action.sandbox:
             self._node_by_sandbox[effect.action.sandbox] = effect.grant.node
-        self._tasks.create_task(self._carry_out(ticket, effect.grant))
+        self._begin_carrying(self._carry(ticket, effect.grant))
 
     def _on_stop(self, effect: Stop) -> None:
         ticket = self._tickets[effect.action]
@@ -310,13 +359,52 @@ class Orchestrator:
         self._alarms.add(alarm)
 
     def _on_settle(self, effect: Settle) -> None:
-        ticket = self._tickets.pop(effect.outcome.action)
+        ticket = self._tickets[effect.outcome.action]
         ended = ticket.ended or Ended()
+        fault = None if ticket.error is None else fault_of(ticket.error)
+        self._settled(
+            ticket, Settled(outcome=effect.outcome, executed=ended.executed, answer=ended.answer, fault=fault)
+        )
+
+    def _settled(self, ticket: Ticket, settled: Settled) -> None:
+        """Tell whoever asked: at once, unless something must be seen to before."""
+        if self._memory is not None or _ends_sandbox(ticket.work, settled):
+            self._begin_carrying(self._conclude(ticket, settled))
+        else:
+            self._tell_caller(ticket, settled)
+
+    async def _conclude(self, ticket: Ticket, settled: Settled) -> None:
+        if _ends_sandbox(ticket.work, settled):
+            settled = await self._wind_up(ticket, settled)
+        if self._memory is not None:
+            await self._memory.settled(ticket, settled)
+        self._tell_caller(ticket, settled)
+
+    async def _wind_up(self, ticket: Ticket, settled: Settled) -> Settled:
+        """Nothing is left of a sandbox that could not be opened, or was closed. To close it is an action like others,
+        which may have got no turn: then it is ended without."""
+        sandbox = ticket.action.sandbox
+        try:
+            if settled.outcome.status is Status.SUCCEEDED:
+                self._release(sandbox)
+            else:
+                await self.discard(sandbox)
+        except (ManagerError, OSError) as error:
+            if error is self._broken:
+                raise
+            reason = f"sandbox {sandbox} could not be removed: {error}"
+            outcome = msgspec.structs.replace(settled.outcome, status=Status.LOST, reason=reason)
+            return msgspec.structs.replace(settled, outcome=outcome)
+        return settled
+
+    def _tell_caller(self, ticket: Ticket, settled: Settled) -> None:
+        if self._tickets.pop(ticket.action.id, None) is None:
+            return  # all was broken meanwhile, and it has been told that
         if ticket.error is not None:
             ticket.settled.set_exception(ticket.error)
             ticket.settled.exception()  # whoever asked may have gone
         else:
-            ticket.settled.set_result(Settled(outcome=effect.outcome, executed=ended.executed, answer=ended.answer))
+            ticket.settled.set_result(settled)
         if not ticket.started.done():
             ticket.started.set_result(None)
         if not self._tickets:
@@ -341,16 +429,27 @@ class Orchestrator:
 
     # ---- carrying out ----
 
-    async def _carry_out(self, ticket: Ticket, grant: Grant) -> None:
+    def _begin_carrying(self, doing: Coroutine[Any, Any, None]) -> None:
+        self._carried += 1
+        self._all_carried.clear()
+        self._tasks.create_task(self._carry_out(doing))
+
+    async def _carry_out(self, doing: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._carry(ticket, grant)
+            await doing
         except BaseException as error:
             # Cancelled from outside, as by a second Ctrl-C, or a bug: nothing would settle the action any more.
             self._break(error if isinstance(error, Exception) else ManagerError("the orchestrator was interrupted"))
             raise
+        finally:
+            self._carried -= 1
+            if not self._carried:
+                self._all_carried.set()
 
     async def _carry(self, ticket: Ticket, grant: Grant) -> None:
         action = ticket.action.id
+        if self._memory is not None:
+            await self._memory.starting(ticket)
         try:
             executor = self._executors.get(type(ticket.work))
             if executor is None:
@@ -431,6 +530,12 @@ _EFFECTS: dict[type, Callable[[Orchestrator, Any], None]] = {
     Settle: Orchestrator._on_settle,
     Refuse: Orchestrator._on_refuse,
 }
+
+
+def _ends_sandbox(work: Work, settled: Settled) -> bool:
+    if isinstance(work, Open):
+        return settled.outcome.status is not Status.SUCCEEDED
+    return isinstance(work, Close)
 
 
 async def _raise(error: Exception) -> None:
