@@ -24,7 +24,7 @@ from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidCo
 if TYPE_CHECKING:
     from tangram.client.client import Client
     from tangram.client.result import Result
-    from tangram.client.sizes import Cpus
+    from tangram.core.sizes import Cpus
 
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the command belongs to it, options included."""

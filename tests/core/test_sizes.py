@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.client.sizes import amounts, in_bytes
 from tangram.core.demand import Amounts, cores, learned
+from tangram.core.sizes import amounts, in_bytes
 from tangram.errors import InvalidAction
 
 

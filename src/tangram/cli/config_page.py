@@ -1,0 +1,173 @@
+"""The reference page of the config, made of its records.
+
+Owns the words around the tables and the values of the example. Everything else is read from `tangram.config`: keys,
+what they take, defaults, and the sentences below the fields, which only the source holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from tangram.config import Config, RateConfig
+from tangram.config.tables import kinds
+from tangram.config.valid import SIZE, SIZE_OR_0, Valid
+
+HEAD = """# The config file
+
+`tangram serve --config FILE` reads a file of TOML. All of it is checked before anything starts, and what is wrong is
+said with the file, the line, the key, what came and what is valid; a key or a table that is not on this page is an
+error. What is not said has its default: an empty file serves this machine to whoever is on it.
+
+- **Paths** are relative to the folder of the file.
+- **Sizes** are numbers of bytes, or written as "512MB" (powers of 1000) or "512MiB" (powers of 1024).
+- **Seconds** may have a point.
+- Runs and their tokens are not in the file: the admin makes them while the service runs.
+"""
+
+SCHEDULER = "Limits of the scheduler, over all runs. [Limits](limits.md) says more of them."
+
+MORE = {
+    "quotas": """`requests` and `tokens` are tables themselves:
+{rates}
+[Stay under an API quota](../guides/stay-under-an-api-quota.md) says how they are used.""",
+    "services": """Engines that are there: `tangram.managers.models.torch_engine:TorchEngine`; `RewardModel`, `Teacher`
+and `Judge` of `tangram.managers.models.transformers_engine`; and
+`tangram.managers.models.server_engine:ServerEngine`. [Bring your own
+engine](../guides/bring-your-own-engine.md#engines-that-are-there) says what they are made of.""",
+}
+
+EXAMPLE_HEAD = """## An example with every key
+
+Lines without `#` say the defaults, so the file as it stands is the same as an empty one. Lines with `#` directly before
+a key or a table are there to be changed and used.
+"""
+
+EXAMPLES: dict[str, Any] = {
+    "node.cores": 6.0,
+    "node.memory": "24GiB",
+    "quotas.name": "search",
+    "quotas.concurrent": 8,
+    "quotas.requests": {"units": 100, "seconds": 60.0},
+    "quotas.tokens": {"units": 90_000, "seconds": 60.0},
+    "services.name": "judge",
+    "services.engine": "tangram.managers.models.transformers_engine:Judge",
+    "services.arguments": {"model": "/models/judge", "dtype": "bfloat16"},
+    "devices.kind": "emulated",
+    "devices.memory_bytes": "8GiB",
+}
+"""Of what has no default."""
+
+
+def config_page(note: str) -> str:
+    parts = [note, HEAD]
+    for name, kind in kinds(Config).items():
+        several, record = _record(kind)
+        parts.append(f"## `{_head(name, several)}`\n")
+        parts.append(_wrapped(SCHEDULER if name == "scheduler" else inspect.cleandoc(record.__doc__ or "")))
+        parts.append(_table(record))
+        if name in MORE:
+            parts.append(MORE[name].replace("{rates}", "\n" + _table(RateConfig)) + "\n")
+    parts += [EXAMPLE_HEAD, f"```toml\n{example()}```\n"]
+    return "\n".join(parts)
+
+
+def example() -> str:
+    """A file with every key, at its default where it has one."""
+    lines = []
+    for name, kind in kinds(Config).items():
+        several, record = _record(kind)
+        off = "#" if several else ""
+        lines += [f"{off}{_head(name, several)}"]
+        for field in msgspec.structs.fields(record):
+            lines += [f"# {line}" for line in textwrap.wrap(sentences(record)[field.name], 110)]
+            value = EXAMPLES.get(f"{name}.{field.name}", _default(field))
+            mark = "#" if several or not _has_value(field) else ""
+            lines.append(f"{mark}{field.name} = {_toml(value, kinds(record)[field.name])}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def sentences(record: type[msgspec.Struct]) -> dict[str, str]:
+    """What stands below each field."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    key = ""
+    for statement in body.body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                key = name
+            case ast.Expr(value=ast.Constant(value=str(words))) if key:
+                found[key] = " ".join(words.split())
+                key = ""
+            case _:
+                key = ""
+    return found
+
+
+def _record(kind: Any) -> tuple[bool, type[msgspec.Struct]]:
+    return (True, get_args(kind)[0]) if get_origin(kind) is tuple else (False, kind)
+
+
+def _head(name: str, several: bool) -> str:
+    return f"[[{name}]]" if several else f"[{name}]"
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(" ".join(text.split()), 120)) + "\n"
+
+
+def _table(record: type[msgspec.Struct]) -> str:
+    return "\n".join(["| key | takes | default | means |", "|---|---|---|---|", *_rows(record)]) + "\n"
+
+
+def _rows(record: type[msgspec.Struct]) -> Iterator[str]:
+    for field in msgspec.structs.fields(record):
+        kind = kinds(record)[field.name]
+        takes = kind.words if isinstance(kind, Valid) else "a table, see below"
+        if field.required:
+            default = "must be said"
+        elif not _has_value(field):
+            default = ""
+        else:
+            default = f"`{_toml(_default(field), kind)}`"
+        cells = (f"`{field.name}`", takes, default, sentences(record)[field.name])
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _has_value(field: Any) -> bool:
+    return not field.required and _default(field) is not None
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+
+
+def _toml(value: Any, kind: Any) -> str:
+    """As a file says it."""
+    if isinstance(kind, types.UnionType) or isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(each, None)}" for key, each in value.items()) + "}"
+    if kind in (SIZE, SIZE_OR_0) and type(value) is int:
+        return _size(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return f"{value:_}"
+
+
+def _size(size: int) -> str:
+    """In the largest unit that it is a whole number of."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size and size % 1024**power == 0:
+            return f'"{size // 1024**power}{unit}"'
+    return str(size)

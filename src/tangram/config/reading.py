@@ -1,0 +1,164 @@
+"""Reading a config: TOML into records.
+
+Owns the errors: each names the file, the line where it is known, the table and the key, what came and what is valid.
+Never starts or makes anything. Promises that a Config that is handed out is valid as a whole, and that its paths are
+absolute if it was loaded from a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+import msgspec
+
+from tangram.config.lines import Lines, Place
+from tangram.config.tables import Config, checked, kinds
+from tangram.config.valid import Valid
+from tangram.errors import InvalidConfig
+
+CONFIG_BYTES_MAX = 1 << 20
+"""Of a file: thousands of tables. Something else was meant by a larger one."""
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def load(path: Path) -> Config:
+    """What a file says. Its paths are relative to its folder. Raises InvalidConfig."""
+    config = parse(_text_of(path), str(path))
+    folder = Path(os.path.abspath(path)).parent
+    for table, keys in Config.PATHS.items():
+        record = getattr(config, table)
+        said = {key: getattr(record, key) for key in keys}
+        absolute = {key: os.path.normpath(folder / value) for key, value in said.items() if value}
+        config = msgspec.structs.replace(config, **{table: msgspec.structs.replace(record, **absolute)})
+    return config
+
+
+def parse(text: str, name: str) -> Config:
+    """What a text says, its paths as they stand. `name` is what errors call it. Raises InvalidConfig."""
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise InvalidConfig(name, "values nested too deep", "tables and keys") from None
+    except ValueError as error:
+        raise _not_toml(text, name, error) from None
+    return _Reading(text, name).read(Config, tables, ())
+
+
+def _text_of(path: Path) -> str:
+    """The file whole, in UTF-8."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe that nobody writes would wait for ever
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise InvalidConfig(str(path), "something else", "a file")
+            content = file.read(CONFIG_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null in it
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidConfig(str(path), reason, "a config file that can be read") from error
+    if len(content) > CONFIG_BYTES_MAX:
+        raise InvalidConfig(str(path), "more", f"at most {CONFIG_BYTES_MAX} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        wrong = content[error.start : error.start + 1]
+        raise InvalidConfig(f"{path}:{line}", wrong, "text in UTF-8") from error
+
+
+def _not_toml(text: str, name: str, error: ValueError) -> InvalidConfig:
+    lines = text.rstrip().split("\n")
+    found = re.search(r"\(at line (\d+), column \d+\)", str(error))
+    if found is None and not isinstance(error, tomllib.TOMLDecodeError):
+        return InvalidConfig(name, "something else", f"numbers that can be read ({error})")
+    line = int(found[1]) if found is not None else len(lines)
+    return InvalidConfig(f"{name}:{line}", lines[min(line, len(lines)) - 1].strip(), f"TOML ({error})")
+
+
+class _Reading:
+    """One text, of which the lines are known."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._lines = Lines(text)
+        self._name = name
+
+    def read(self, kind: type[S], table: object, place: Place) -> S:
+        if not isinstance(table, dict):
+            self._wrong(place, table, f"a table, as {_head(place)} begins one")
+        takes = kinds(kind)
+        for key in table:
+            if key not in takes:
+                self._unknown(kind, key, place)
+        values = {key: self._value(takes[key], value, (*place, key)) for key, value in table.items()}
+        for field in msgspec.structs.fields(kind):
+            if field.required and field.name not in values:
+                self._wrong(place, sorted(values), f"the key {field.name} as well")
+        try:
+            return kind(**values)
+        except InvalidConfig as error:
+            # The records of the core say the name of their type before the key.
+            self._wrong((*place, error.field.rpartition(".")[2]), error.value, error.expected)
+
+    def _value(self, kind: Valid | Any, value: object, place: Place) -> Any:
+        if isinstance(kind, Valid):
+            try:
+                return checked("", value, kind)
+            except InvalidConfig as error:
+                self._wrong(place, error.value, error.expected)
+        if get_origin(kind) is tuple:
+            if not isinstance(value, list):
+                self._wrong(place, value, f"tables that begin with {_head((*place, 0))} each")
+            return tuple(self.read(get_args(kind)[0], each, (*place, at)) for at, each in enumerate(value))
+        if isinstance(kind, types.UnionType):
+            kind = get_args(kind)[0]
+            example = ", ".join(f"{key} = ..." for key in kinds(kind))
+            if not isinstance(value, dict):
+                self._wrong(place, value, f"a table such as {{ {example} }}")
+        if isinstance(value, list):
+            self._wrong(place, value, f"one table, as {_head(place)} begins it")
+        return self.read(kind, value, place)
+
+    # ---- what is wrong ----
+
+    def _wrong(self, place: Place, value: object, expected: str) -> NoReturn:
+        raise InvalidConfig(f"{self._where(place)}{_shown(place)}", value, expected) from None
+
+    def _where(self, place: Place) -> str:
+        line = self._lines.of(place)
+        return f"{self._name}: " if line is None else f"{self._name}:{line}: "
+
+    def _unknown(self, kind: type[msgspec.Struct], key: str, place: Place) -> NoReturn:
+        what = "key" if place else "table"
+        near = difflib.get_close_matches(key, kinds(kind), n=1)
+        others = [name for name, keys in _keys_by_table().items() if key in keys]
+        if near:
+            hint = f"did you mean {near[0]}?"
+        elif others:
+            hint = f"it is a key of [{others[0]}]"
+        else:
+            hint = "there are " + ", ".join(kinds(kind))
+        field = f"{self._where((*place, key))}{_shown(place)}".removesuffix(": ")
+        raise InvalidConfig(field, key, f"a {what} that there is ({hint})") from None
+
+
+def _shown(place: Iterable[str | int]) -> str:
+    """`quotas[0].tokens`"""
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).lstrip(".")
+
+
+def _head(place: Place) -> str:
+    """How a file begins such a table."""
+    names = ".".join(each for each in place if isinstance(each, str))
+    return f"[[{names}]]" if isinstance(place[-1], int) else f"[{names}]"
+
+
+def _keys_by_table() -> Mapping[str, Iterable[str]]:
+    return {name: kinds(kind) for name, kind in kinds(Config).items() if isinstance(kind, type)}
