@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.shared import shared
 
 from tangram.client.client import Client, connect
 
@@ -27,8 +29,25 @@ def why_not() -> str:
     return f"missing: {', '.join(missing)}" if missing else ""
 
 
+@pytest.fixture(params=["embedded", "shared"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How a client reaches its orchestrator: the same tests hold for each."""
+    return str(request.param)
+
+
+@asynccontextmanager
+async def connection(transport: str, folder: Path, **options: Any) -> AsyncIterator[Client]:
+    if transport == "embedded":
+        async with connect(state=folder / "state", **options) as client:
+            yield client
+    else:
+        record = options.pop("record", None)
+        async with shared(folder, event_log=str(record or ""), **options) as client:
+            yield client
+
+
 @pytest.fixture
-def connected(tmp_path: Path) -> Callable[..., None]:
+def connected(tmp_path: Path, transport: str) -> Callable[..., None]:
     """Runs `test(client)` on a connection of its own and checks that its owner has left nothing."""
     reason = why_not()
     if reason and os.environ.get("CI") == "true":
@@ -38,7 +57,7 @@ def connected(tmp_path: Path) -> Callable[..., None]:
 
     def run(test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
         async def main() -> None:
-            async with connect(state=tmp_path / "state", **options) as client:
+            async with connection(transport, tmp_path, backend="sandbox", **options) as client:
                 await test(client)
 
         asyncio.run(main())
@@ -48,14 +67,14 @@ def connected(tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Callable[..., None]:
+def plain(tmp_path: Path, transport: str) -> Callable[..., None]:
     """Runs `test(client)` on a connection of its own, to plain processes: for what has nothing to do with isolation."""
 
     def run(test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
         async def main() -> None:
             async with (
                 asyncio.timeout(DEADLINE_S),
-                connect(backend="process", state=tmp_path / "state", **options) as client,
+                connection(transport, tmp_path, backend="process", **options) as client,
             ):
                 await test(client)
 

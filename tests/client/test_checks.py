@@ -156,7 +156,9 @@ MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ("options", "field"),
     [
         ({"backend": "nosuch"}, "backend"),
-        ({"url": "http://x"}, "url"),
+        ({"url": "ftp://x"}, "url"),
+        ({"url": "http://x", "cores": 2}, "cores"),
+        ({"token": "x"}, "token"),
         ({"warm": -1}, "warm"),
         ({"warm": 1, "backend": "process"}, "warm"),
         ({"cores": 0}, "cores"),

@@ -268,7 +268,7 @@ def test_runs_share_a_quota_by_the_weight_that_they_are_given(tmp_path: Path) ->
     order: list[str] = []
 
     async def test(t: Client) -> None:
-        t.weigh("large", 2.0)
+        await t.weigh("large", 2.0)
 
         async def one(run: str) -> None:
             async with t.quota("search", run=run):
@@ -280,7 +280,7 @@ def test_runs_share_a_quota_by_the_weight_that_they_are_given(tmp_path: Path) ->
             await until(lambda: statistics(t).waiting == 180)
         await asyncio.gather(*waiting)
         with pytest.raises(InvalidConfig, match="weight of run large"):
-            t.weigh("large", 0)
+            await t.weigh("large", 0)
 
     play(tmp_path, test, Quota("search", concurrent=6))
     both_wait = order[:120]
@@ -349,8 +349,8 @@ def test_what_cannot_be_asked_of_a_quota_is_said_at_once(tmp_path: Path) -> None
         async with t.quota("search", deadline_s=DEADLINE_S):
             pass
         with pytest.raises(InvalidConfig):
-            t.add_quota("search")  # type: ignore[arg-type]
-        t.add_quota(Quota("other", concurrent=1))
+            await t.add_quota("search")  # type: ignore[arg-type]
+        await t.add_quota(Quota("other", concurrent=1))
         async with t.quota("other"):
             pass
 
@@ -642,7 +642,7 @@ def test_a_server_that_complains_is_left_alone_for_as_long_as_it_asks(tmp_path: 
 def test_a_server_that_counts_never_has_to_refuse(tmp_path: Path, bucket: bool) -> None:
     async def test(t: Client) -> None:
         async with ServerProcess(60, 0.6, bucket=bucket) as server:
-            t.add_quota(Quota("counted", requests=Rate(60, 0.6)))
+            await t.add_quota(Quota("counted", requests=Rate(60, 0.6)))
             apis = [t.api("counted", server.url, run=f"run-{number}", retries=0) for number in range(3)]
             await t.gather(*(api.get("call") for api in apis for _ in range(80)))
             served = await server.served()

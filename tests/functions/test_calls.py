@@ -20,7 +20,7 @@ from tangram.client.checks import Life
 from tangram.client.functions import Functions, function
 from tangram.client.transport import Pending
 from tangram.core.action import Action
-from tangram.core.messages import Event
+from tangram.core.messages import Pool
 from tangram.errors import ActionTimedOut, AdmissionRefused, FunctionFailed, InvalidAction, TangramError
 from tangram.managers.functions import leases
 from tangram.managers.functions.recall import ENTRY_BYTES, Recall
@@ -318,7 +318,9 @@ class Refusing:
         self.actions.append(action)
         raise AdmissionRefused("test", "not now")
 
-    def tell(self, event: Event) -> None:
+    by_value = False
+
+    def announce(self, pool: Pool) -> None:
         pass
 
 

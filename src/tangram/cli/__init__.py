@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tangram.cli import bench, doctor, plan, run, sim, trace
+from tangram.cli import bench, doctor, plan, run, serve, sim, trace
 from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
@@ -90,6 +90,7 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
 app.command("run", epilog=run.EXAMPLES, context_settings=run.CONTEXT)(run.run)
+app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 

@@ -40,7 +40,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
 from tangram.core.limits import Limits
-from tangram.core.messages import Event, Pool, RunChanged
+from tangram.core.messages import Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.sizes import in_bytes
@@ -72,7 +72,7 @@ class Client:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._life = Life("the connection")
-        self._prefix = f"{os.getpid():x}{secrets.token_hex(2)}"
+        self._prefix = f"{os.getpid():x}{secrets.token_hex(4)}"
         self._numbers = count(1)
         self._building: dict[str, asyncio.Lock] = {}
         self._http = Http()
@@ -256,13 +256,13 @@ class Client:
 
     # ---- quotas ----
 
-    def add_quota(self, quota: Quota) -> None:
+    async def add_quota(self, quota: Quota) -> None:
         """What an API allows, from now on. One of the same name is replaced: those who wait keep their places, and what
         the API said about its limits still holds."""
         self._life.require()
         if not isinstance(quota, Quota):
             raise InvalidConfig("quota", quota, "a tangram.Quota, such as Quota('search', concurrent=8)")
-        self._transport.add_quota(quota)
+        await self._transport.add_quota(quota)
 
     def quota(
         self,
@@ -333,11 +333,11 @@ class Client:
 
         return Api(self._http, use, base_url=base_url, headers=headers, timeout_s=timeout_s, retries=retries)
 
-    def weigh(self, run: str, weight: float) -> None:
+    async def weigh(self, run: str, weight: float) -> None:
         """How much a run gets of what several want: one of weight 2.0 twice as much as one of 1.0, which all have
         until it is said."""
         self._life.require()
-        self._transport.tell(RunChanged(run=run, weight=weight))
+        await self._transport.weigh(run, weight)
 
     # ---- many at once ----
 
@@ -392,6 +392,8 @@ def _key(base: str, setup: tuple[str, ...], network: bool, user: str, env: dict[
 def connect(
     url: str = "",
     *,
+    token: str = "",
+    ca: PathText = "",
     backend: str = "sandbox",
     cores: float | None = None,
     memory: int | str | None = None,
@@ -407,6 +409,10 @@ def connect(
 ) -> Client:
     """A connection, to be entered: `async with tangram.connect() as t:`.
 
+    With the address of a shared service, as `tangram serve` prints it, all is done there: `token` says for which run
+    (TANGRAM_TOKEN unless given), `ca` names a file with the certificate that signed the service's, where it is none
+    that this machine trusts anyway. What else can be said is said in the config of the service.
+
     Without an address an orchestrator starts inside this process: it owns the sandboxes, and they end with it.
     `backend`: "sandbox" (real isolation, needs root), "docker" (through an engine), or "process", which isolates
     nothing. `cores` and `memory`: what all sandboxes may use together; all of this machine if not given. `quotas`: what
@@ -415,7 +421,18 @@ def connect(
     the last one that was opened. `decider`: another one than the scheduler.
     """
     if url:
-        raise InvalidConfig("url", url, "nothing: a service on another machine comes with `tangram serve`")
+        given = {
+            "backend": (backend, "sandbox"), "cores": (cores, None), "memory": (memory, None),
+            "policy_name": (policy_name, "adaptive"), "limits": (limits, None), "quotas": (quotas, ()),
+            "services": (services, ()), "devices": (devices, ()), "record": (record, ""), "state": (state, ""),
+            "warm": (warm, 0), "decider": (decider, None),
+        }  # fmt: skip
+        for name, (value, default) in given.items():
+            if value != default:
+                raise InvalidConfig(name, value, "nothing beside an address: the config of the service says it")
+        return _remote(url, token, path_of("ca", ca, InvalidConfig))
+    if token or ca:
+        raise InvalidConfig("token" if token else "ca", "...", "nothing without the address of a service")
     require_cores(cores)
     require_limits(limits)
     memory_bytes = None if memory is None else _memory_bytes(memory)
@@ -443,6 +460,16 @@ def connect(
     client._stack = stack
     client._warm = warm
     return client
+
+
+def _remote(url: str, token: str, ca: str) -> Client:
+    from tangram.client.remote import RemoteTransport
+
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise InvalidConfig("url", url, "the address of a service, such as http://127.0.0.1:7433")
+    if not isinstance(token, str):
+        raise InvalidConfig("token", "...", "text")
+    return Client(RemoteTransport(url, token or os.environ.get("TANGRAM_TOKEN", ""), ca=ca))
 
 
 def _models(

@@ -25,7 +25,7 @@ from tangram.client.sharing import Sharing
 from tangram.client.transport import Pending
 from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, Amounts, Demand, fixed
-from tangram.core.messages import Event, Pool, PoolChanged
+from tangram.core.messages import Pool
 from tangram.core.sizes import amounts, in_bytes
 from tangram.errors import (
     AdmissionRefused,
@@ -114,7 +114,8 @@ class Function(Generic[P, R]):
             require_seconds("timeout_s", timeout_s)
         if type(pure) is not bool:
             raise InvalidAction("pure", pure, "True or False")
-        self._spec: FunctionSpec | None = None
+        self._specs: dict[bool, FunctionSpec] = {}
+        """By whether its module goes along."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.__tangram_function__(*args, **kwargs)
@@ -123,30 +124,32 @@ class Function(Generic[P, R]):
         return f"<tangram.function {self.title}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_spec": None}
+        return self.__dict__ | {"_specs": {}}
 
     @property
     def title(self) -> str:
         return title_of(self.__tangram_function__)
 
-    def spec(self) -> FunctionSpec:
-        """How it is shipped. Made once: what a closure holds later is not seen by its instances."""
-        if self._spec is None:
-            self._spec = self._made_spec()
-        return self._spec
+    def spec(self, *, by_value: bool = False) -> FunctionSpec:
+        """How it is shipped. Made once: what a closure holds later is not seen by its instances. `by_value`: to where
+        its module is not."""
+        spec = self._specs.get(by_value)
+        if spec is None:
+            spec = self._specs[by_value] = self._made_spec(whole=by_value)
+        return spec
 
-    def _made_spec(self) -> FunctionSpec:
+    def _made_spec(self, *, whole: bool) -> FunctionSpec:
         function = self.__tangram_function__
         options: dict[str, Any] = dict(
             cpu_units=self.cpu.max, memory_bytes=self.memory_bytes, max_instances=self.max_instances,
             idle_s=float(self.idle_s), retries=self.retries, paths=tuple(sys.path),
             processes_max=self.processes,
         )  # fmt: skip
-        if is_importable(function):
+        if is_importable(function) and not whole:
             place: dict[str, Any] = dict(module=function.__module__, qualname=function.__qualname__)
             content = code_of(function)
         else:
-            content = by_value(function)
+            content = by_value(function, whole=whole)
             place = dict(pickled=content)
         return FunctionSpec(name=_name(self.title, content + repr(options).encode()), **place, **options)
 
@@ -316,9 +319,9 @@ class Calls(Protocol):
 
     def submit(self, action: Action, work: Work) -> Pending: ...
 
-    def tell(self, event: Event) -> None:
-        """An event for the scheduler, such as a pool that joins."""
-        ...
+    by_value: bool
+
+    def announce(self, pool: Pool) -> None: ...
 
 
 def _no_quota(name: str) -> NoReturn:
@@ -381,7 +384,10 @@ class Functions:
             )  # fmt: skip
             pool, key, keep = Pool(kind=target.pool, total=target.max_concurrency), b"", self._keyed
         elif isinstance(target, Function):
-            spec, arguments = target.spec(), arguments_of(target.__tangram_function__, args, kwargs)
+            spec, arguments = (
+                target.spec(by_value=self._transport.by_value),
+                arguments_of(target.__tangram_function__, args, kwargs),
+            )
             work = Call(function=spec, arguments=arguments)
             action = _action(number, target, spec, asked, about)
             pool, keep = Pool(kind=spec.pool, total=spec.max_instances), self._pure if target.pure else self._keyed
@@ -421,7 +427,7 @@ class Functions:
             if len(self._pools) >= FUNCTIONS_MAX:
                 said = f"this connection has called {FUNCTIONS_MAX} functions; make one and give it arguments"
                 raise AdmissionRefused("functions_max", said)
-            self._transport.tell(PoolChanged(pool=pool))
+            self._transport.announce(pool)
             self._pools.add(pool.kind)
 
 

@@ -21,7 +21,6 @@ from tangram.client.client import Client, connect
 from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import Sandbox, Server, Session
 from tangram.errors import TangramError
-from tangram.managers.quota import Quota
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -210,14 +209,8 @@ class SyncClient:
     def api(self, *args: Any, **options: Any) -> SyncApi:
         return SyncApi(self._portal, self._portal.wait(_soon(self._wrapped.api, *args, **options)))
 
-    @functools.wraps(Client.add_quota)
-    def add_quota(self, quota: Quota) -> None:
-        self._portal.wait(_soon(self._wrapped.add_quota, quota))
-
-    @functools.wraps(Client.weigh)
-    def weigh(self, run: str, weight: float) -> None:
-        self._portal.wait(_soon(self._wrapped.weigh, run, weight))
-
+    add_quota = _waiting(Client.add_quota)
+    weigh = _waiting(Client.weigh)
     infer = _waiting(Client.infer)
     call = _waiting(Client.call)
     try_call = _waiting(Client.try_call)

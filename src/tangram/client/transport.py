@@ -1,7 +1,7 @@
 """Transports: how a client reaches an orchestrator. One client, several transports.
 
 A transport carries actions with their work there and what came of them back, and gives access to the files and images
-of the managers. LocalTransport is an orchestrator inside this process.
+of the managers. LocalTransport is an orchestrator inside this process; the other one is in `remote`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tangram.core.action import Action
-from tangram.core.messages import Event
+from tangram.core.messages import Pool, PoolChanged, RunChanged
 from tangram.errors import InvalidAction
 from tangram.managers.base import Files, Images, Output
 from tangram.managers.models import ModelManager, Service
@@ -46,11 +46,16 @@ class Pending(Protocol):
 class Transport(Protocol):
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending: ...
 
-    def tell(self, event: Event) -> None:
-        """An event for the scheduler, such as a pool that joins."""
+    by_value: bool
+    """Whether functions go there by value: what can be imported here cannot be imported there."""
+
+    def announce(self, pool: Pool) -> None:
+        """The pool of a function, before it is called for the first time."""
         ...
 
-    def add_quota(self, quota: Quota) -> None: ...
+    async def weigh(self, run: str, weight: float) -> None: ...
+
+    async def add_quota(self, quota: Quota) -> None: ...
 
     def quota(self, name: str) -> Quota:
         """Raises InvalidAction if there is none."""
@@ -103,6 +108,8 @@ class LocalPending:
 
 
 class LocalTransport:
+    by_value = False
+
     def __init__(self, orchestrator: Orchestrator, quotas: QuotaManager, models: ModelManager | None = None) -> None:
         self.orchestrator = orchestrator
         self._quotas = quotas
@@ -111,10 +118,13 @@ class LocalTransport:
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
 
-    def tell(self, event: Event) -> None:
-        self.orchestrator.tell(event)
+    def announce(self, pool: Pool) -> None:
+        self.orchestrator.tell(PoolChanged(pool=pool))
 
-    def add_quota(self, quota: Quota) -> None:
+    async def weigh(self, run: str, weight: float) -> None:
+        self.orchestrator.tell(RunChanged(run=run, weight=weight))
+
+    async def add_quota(self, quota: Quota) -> None:
         self._quotas.add(quota)
 
     def quota(self, name: str) -> Quota:

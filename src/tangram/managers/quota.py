@@ -195,6 +195,9 @@ class QuotaManager:
             raise InvalidAction("quota", name, f"one of {known}")
         return quota
 
+    def all(self) -> list[Quota]:
+        return list(self._quotas.values())
+
     def advise(self, name: str, advice: Advice, granted_at: float | None = None) -> None:
         """What an API said about its limits, in an answer to a request of which the quota was granted then."""
         self.get(name)

@@ -38,7 +38,7 @@ WORKSPACE = "/work"
 STDOUT, STDERR = 1, 2
 
 
-class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a sandbox is made of, for its whole life."""
 
     image: str = HOST_IMAGE
@@ -79,7 +79,15 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
 # ---- work -------------------------------------------------------------------------------------------------------
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+class Work(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="type",
+    tag=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """Tagged with its class name when encoded. The sandbox that it concerns is named by its Action."""
 
 

@@ -268,12 +268,16 @@ class Orchestrator:
         """End a sandbox at once and give its memory back: nobody is asked, and no units are granted for it."""
         node = self._node_by_sandbox.get(sandbox)
         if node is not None:  # otherwise it was never made
-            action = Action(id=f"discard-{sandbox}"[:ID_LENGTH_MAX], demand=NOTHING, sandbox=sandbox, kind="close")
-            lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
-            ended = await lease.wait()
-            if ended.lost:
-                raise ManagerError(ended.lost)
+            await self.end_sandbox(sandbox, node)
         self._release(sandbox)
+
+    async def end_sandbox(self, sandbox: str, node: str) -> None:
+        """One that a manager has, whether or not it is known here. Raises ManagerError."""
+        action = Action(id=f"discard-{sandbox}"[:ID_LENGTH_MAX], demand=NOTHING, sandbox=sandbox, kind="close")
+        lease = await self._managers[node].start(action, Grant(action.id, node, (), 0), Close())
+        ended = await lease.wait()
+        if ended.lost:
+            raise ManagerError(ended.lost)
 
     def _release(self, sandbox: str) -> None:
         self._node_by_sandbox.pop(sandbox, None)

@@ -11,6 +11,7 @@ import marshal
 import pickle
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from tangram.errors import InvalidAction, TangramError
@@ -49,9 +50,11 @@ def code_of(function: Callable[..., Any]) -> bytes:
     return marshal.dumps(code) if code is not None else b""
 
 
-def by_value(function: Callable[..., Any]) -> bytes:
+def by_value(function: Callable[..., Any], *, whole: bool = False) -> bytes:
+    """`whole`: what its module defines goes along, because the module is not where it goes to."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "") if whole else None
     try:
-        return _dumped(function)
+        return _dumped(function, module)
     except TangramError:
         raise
     except Exception as error:
@@ -77,7 +80,7 @@ def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         raise InvalidAction(f"arguments of {title_of(function)}", said, "arguments that can be pickled") from error
 
 
-def _dumped(value: object) -> bytes:
+def _dumped(value: object, module: ModuleType | None = None) -> bytes:
     try:
         import cloudpickle  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
@@ -85,5 +88,12 @@ def _dumped(value: object) -> bytes:
             "a function that cannot be imported, and arguments that pickle does not take, need cloudpickle:"
             " pip install cloudpickle, or put them into a module"
         ) from error
-    data: bytes = cloudpickle.dumps(value)
-    return data
+    if module is None or module.__name__ == MAIN:
+        data: bytes = cloudpickle.dumps(value)
+        return data
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        data = cloudpickle.dumps(value)
+        return data
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -110,6 +110,9 @@ class ModelManager:
         for service in self._services.values():
             service.require_room({d: self._need[service.name, d] for d in service.degrees}, self._memory)
 
+    def services(self) -> list[Service]:
+        return list(self._services.values())
+
     def service(self, name: str) -> Service:
         """Raises InvalidAction if there is none."""
         service = self._services.get(name) if isinstance(name, str) else None

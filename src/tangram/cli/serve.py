@@ -1,0 +1,112 @@
+"""`tangram serve`: the shared service, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from tangram.config import Config
+    from tangram.service.serve import Up
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram serve  [dim]# on 127.0.0.1:7433, for everybody on this machine[/dim]
+
+tangram serve --config /etc/tangram/tangram.toml
+
+tangram serve --config tangram.toml --check  [dim]# is the config right?[/dim]
+"""
+
+
+class OneLine(logging.Formatter):
+    """A record is one line, whatever somebody put into it: what is not printable is escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return "\n".join(_escaped(line) for line in text.split("\n")) if record.exc_info else _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="A TOML file; see docs/reference/config.md. Default: all defaults."
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Instead of what the config says.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", metavar="", help="Check the config and its files, and end.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", metavar="", help="Log more than what matters.")] = False,
+) -> None:
+    """Serve the pools of this machine to training runs on any machine, over HTTP.
+
+    Acknowledged actions survive a crash. SIGTERM or Ctrl-C lets running actions end within a limit; what waits is taken
+    up at the next start, and so are sandboxes. A second signal waits for nothing.
+    """
+    import asyncio
+
+    from tangram.config import require_files
+
+    said = _config(config, listen)
+    require_files(said)
+    if check:
+        typer.echo(f"{config or 'the defaults'}: right; would listen on {said.service.listen}")
+        return
+    _log(verbose)
+    try:
+        from tangram.service.serve import serve as run
+    except ImportError as error:
+        said_missing = f"the service needs {error.name}, which is not here: pip install 'arl-tangram[serve]'"
+        raise TangramError(said_missing) from None
+    asyncio.run(run(said, on_up=_tell))
+
+
+def _config(path: Path | None, listen: str | None) -> Config:
+    import msgspec
+
+    from tangram.config import Config, load, parse
+
+    if path is not None:
+        said = load(path)
+    else:
+        from tangram.managers.cpu.owner import state_directory
+
+        folder = state_directory() / "service"
+        said = parse(f'[service]\njournal = "{folder}/journal.db"\nevent_log = "{folder}/events.jsonl"\n', "defaults")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    assert isinstance(said, Config)
+    if listen is None:
+        return said
+    return msgspec.structs.replace(said, service=msgspec.structs.replace(said.service, listen=listen))
+
+
+def _log(verbose: bool) -> None:
+    told = logging.StreamHandler(sys.stderr)
+    told.setFormatter(OneLine(FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[told])
+    logging.getLogger("uvicorn").setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("tangram").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def _tell(up: Up) -> None:
+    """On stdout, for whoever waits for it."""
+    typer.echo(f"{up.address}  dashboard and API; Ctrl-C stops")
+    sys.stdout.flush()

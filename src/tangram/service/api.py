@@ -1,0 +1,313 @@
+"""The HTTP door: requests in, answers out, errors as JSON.
+
+Owns how a request is read: who sends it, how large it may be, how long it may take. Decides nothing: the desk does what
+it asks. Treats everything that comes as hostile. Promises that a bad request gets an answer which says what is wrong,
+loses nothing and changes nothing, and that no answer tells one run about another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, BinaryIO, cast
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidInput, ManagerError, TangramError
+from tangram.service.auth import Bucket, Caller, Guesses, Runs
+from tangram.service.desk import Draining, NotFound
+from tangram.service.fault import Fault, fault_of
+from tangram.service.journal import JournalConflict, JournalFailed
+from tangram.service.wire import WAIT_S, WAIT_S_MAX, Caps, Problem
+
+BODY_S = 30.0
+BODY_BYTES_PER_S = 64 << 10
+"""A body may take so long, and longer by its size at that speed: who sends slower than this is cut off."""
+PIECE_BYTES = 256 << 10
+SPOOL_BYTES = 8 << 20
+"""Of what is streamed in or out; more goes through a temporary file."""
+UPLOADS_MAX = 16
+"""At once, over all runs: each may take disk."""
+
+log = logging.getLogger("tangram.http")
+
+encode = msgspec.json.Encoder().encode
+
+STATUS_BY_CODE = {
+    "invalid_json": 400,
+    "invalid_action": 422,
+    "invalid_config": 422,
+    "invalid_input": 422,
+    "unauthorized": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "no_such_method": 405,
+    "too_slow": 408,
+    "conflict": 409,
+    "too_large": 413,
+    "file_failed": 422,
+    "refused": 429,
+    "rate": 429,
+    "manager_failed": 502,
+    "failed": 500,
+    "internal": 500,
+    "draining": 503,
+    "journal_failed": 503,
+}
+"""Every code that an answer can have. They stay the same."""
+
+
+class Refusal(Exception):
+    """An answer that is none."""
+
+    def __init__(self, code: str, message: str, *, wait_s: float = 0.0, limit: str = "", status: int = 0) -> None:
+        super().__init__(message)
+        retry = code in ("rate", "draining", "journal_failed", "too_slow")
+        self.fault = Fault(code=code, message=message, limit=limit, retry=retry)
+        self.wait_s = wait_s
+        self.status = status or STATUS_BY_CODE[code]
+
+
+class Ask:
+    """One request, with who sends it."""
+
+    __slots__ = ("caller", "request")
+
+    def __init__(self, request: Request, caller: Caller) -> None:
+        self.request = request
+        self.caller = caller
+
+    def part(self, name: str) -> str:
+        """Of the path."""
+        return cast(str, self.request.path_params[name])
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Of the query."""
+        found = self.request.query_params.getlist(name)
+        if len(found) > 1 or (not found and default is None):
+            raise InvalidAction(name, found, "once in the query")
+        return found[0] if found else cast(str, default)
+
+    def number(self, name: str, default: float, most: float) -> float:
+        text = self.text(name, str(default))
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0.0 <= value <= most:
+            raise InvalidAction(name, text, f"a number from 0 to {most:g}")
+        return value
+
+    def whole(self, name: str, default: int, most: int) -> int:
+        text = self.text(name, str(default))
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+            raise InvalidAction(name, text, f"a whole number from 0 to {most}")
+        return int(text)
+
+    def wait_s(self) -> float:
+        return self.number("wait_s", WAIT_S, WAIT_S_MAX)
+
+    def require_admin(self) -> None:
+        if not self.caller.admin:
+            raise Refusal("forbidden", "only the admin's token may do that")
+
+
+Handler = Callable[[Ask], Awaitable[Response]]
+
+
+def json_answer(record: Any, status: int = 200) -> Response:
+    return Response(encode(record), status, media_type="application/json")
+
+
+def nothing() -> Response:
+    return Response(status_code=204)
+
+
+def problem(fault: Fault, status: int, wait_s: float = 0.0) -> Response:
+    headers = {"retry-after": str(max(1, round(wait_s)))} if wait_s or fault.retry else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(encode(Problem(error=fault)), status, headers, media_type="application/json")
+
+
+class Door:
+    """What stands before every handler."""
+
+    def __init__(self, runs: Runs, *, requests_per_s: float, requests_burst: int, now: Callable[[], float]) -> None:
+        self._runs = runs
+        self._now = now
+        self._per_s, self._burst = requests_per_s, requests_burst
+        self._buckets: dict[str, Bucket] = {}
+        self._guesses = Guesses(now)
+        self.observe: Callable[[str, int, float], None] = lambda route, status, seconds: None
+        """Told each request that was answered: metrics."""
+
+    def open(self, handler: Handler, route: str, *, public: bool = False) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            began = time.perf_counter()
+            try:
+                if public:
+                    found = await handler(Ask(request, NOBODY))
+                else:
+                    found = await handler(Ask(request, self._caller(request)))
+            except Exception as error:
+                found = self._failed(request, error)
+            self.observe(route, found.status_code, time.perf_counter() - began)
+            return found
+
+        return answer
+
+    def _caller(self, request: Request) -> Caller:
+        address = request.client.host if request.client is not None else ""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme and scheme.lower() != "bearer":
+            raise Refusal("unauthorized", "expected the header 'Authorization: Bearer TOKEN'")
+        wait_s = self._guesses.wait_s(address) if token else 0.0
+        if wait_s:
+            raise Refusal("rate", "too many wrong tokens from this address", limit="wrong_tokens", wait_s=wait_s)
+        caller = self._runs.caller(token.strip())
+        if caller is None:
+            if token:
+                self._guesses.wrong(address)
+                log.warning("wrong token address=%s", address)
+            raise Refusal("unauthorized", "expected a valid token: 'Authorization: Bearer TOKEN'")
+        self._require_rate(caller)
+        return caller
+
+    def _require_rate(self, caller: Caller) -> None:
+        now = self._now()
+        per_s = caller.caps.requests_per_s or self._per_s
+        bucket = self._buckets.get(caller.space)
+        if bucket is None or bucket.per_s != per_s:
+            burst = max(1.0, self._burst * per_s / self._per_s)
+            bucket = self._buckets[caller.space] = Bucket(per_s, burst, now)
+        wait_s = bucket.take(now)
+        if wait_s:
+            said = f"more than {per_s:g} requests per second"
+            raise Refusal("rate", said, limit="requests_per_s", wait_s=wait_s)
+
+    def _failed(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, Refusal):
+            return problem(error.fault, error.status, error.wait_s)
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        fault = _fault(error)
+        if fault is not None:
+            return problem(fault, STATUS_BY_CODE[fault.code])
+        log.error("request failed method=%s path=%r", request.method, request.url.path, exc_info=error)
+        return problem(Fault(code="internal", message="a bug in Tangram; the log of the service has more"), 500)
+
+
+def _fault(error: Exception) -> Fault | None:
+    """None: it is a bug."""
+    if isinstance(error, NotFound):
+        return Fault(code="not_found", message=str(error))
+    if isinstance(error, Draining):
+        return Fault(code="draining", message=str(error), retry=True)
+    if isinstance(error, JournalConflict):
+        return Fault(code="conflict", message="another action of this run has that id, with other content", field="id")
+    if isinstance(error, JournalFailed):
+        return Fault(code="journal_failed", message="the service cannot write its journal and is stopping", retry=True)
+    if isinstance(error, InvalidInput | AdmissionRefused | FileFailed | ManagerError):
+        return fault_of(error)
+    return None
+
+
+NOBODY = Caller("", "", False, Caps())
+"""Who asks for what everybody may see."""
+
+
+# ---- bodies -----------------------------------------------------------------------------------------------------
+
+
+async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int) -> Any:
+    """Raises InvalidAction for what is no such record."""
+    body = await read_body(ask.request, bytes_max, "body_bytes_max")
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        inner = error.__cause__
+        if isinstance(inner, TangramError):
+            raise inner from None
+        raise InvalidAction("body", _Said(error), "what the reference says of this request") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal("invalid_json", f"the body is no JSON: {error}") from None
+
+
+class _Said:
+    """Shown as it is."""
+
+    def __init__(self, error: Exception) -> None:
+        self._text = str(error)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+async def read_body(request: Request, bytes_max: int, limit: str) -> bytes:
+    parts: list[bytes] = []
+    async for part in pieces(request, bytes_max, limit):
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
+    """Of a body, within its limits of size and time."""
+    said = request.headers.get("content-length", "0")
+    size = 0
+    if said.isdigit() and int(said) > bytes_max:
+        raise _too_large(bytes_max, limit)
+    try:
+        async with asyncio.timeout(BODY_S) as deadline:
+            began = deadline.when() or 0.0
+            async for part in request.stream():
+                size += len(part)
+                if size > bytes_max:
+                    raise _too_large(bytes_max, limit)
+                deadline.reschedule(began + size / BODY_BYTES_PER_S)
+                if part:
+                    yield part
+    except TimeoutError:
+        raise Refusal("too_slow", f"the body came slower than {BODY_BYTES_PER_S} bytes per second") from None
+
+
+def _too_large(bytes_max: int, limit: str) -> Refusal:
+    return Refusal("too_large", f"the body has more than {bytes_max} bytes", limit=limit)
+
+
+class Uploads:
+    """Bodies that go through a file."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(UPLOADS_MAX)
+
+    async def spooled(self, request: Request, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
+        """What `use` makes of the body, as a file at its beginning."""
+        async with self._turn:
+            with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+                file = cast(BinaryIO, spool)
+                async for part in pieces(request, bytes_max, "file_bytes_max"):
+                    if len(part) + file.tell() > SPOOL_BYTES:
+                        await asyncio.to_thread(file.write, part)
+                    else:
+                        file.write(part)
+                file.seek(0)
+                return await use(file)
+
+
+def file_answer(file: BinaryIO, size: int) -> Response:
+    """All of a file, which is closed then."""
+
+    async def content() -> AsyncIterator[bytes]:
+        try:
+            while part := await asyncio.to_thread(file.read, PIECE_BYTES):
+                yield part
+        finally:
+            file.close()
+
+    return StreamingResponse(content(), media_type="application/octet-stream", headers={"content-length": str(size)})

@@ -1,0 +1,85 @@
+"""The application: routes behind their door, and the files of the dashboard.
+
+Owns no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+
+from tangram.service.api import STATUS_BY_CODE, Ask, Door, problem
+from tangram.service.fault import Fault
+from tangram.service.openapi import document
+from tangram.service.routes import ROUTES, Api
+
+MEDIA = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SAFE = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def application(api: Api, door: Door) -> Starlette:
+    routes = [
+        StarletteRoute(
+            route.path,
+            door.open(route.handler.__get__(api), f"{route.method} {route.path}", public=route.public),
+            methods=[route.method],
+        )
+        for route in ROUTES
+    ]
+    described = document()
+
+    async def openapi(ask: Ask) -> Response:
+        return Response(described, media_type="application/json")
+
+    routes.append(StarletteRoute("/openapi.json", door.open(openapi, "GET /openapi.json", public=True)))
+    for path, content, media in _dashboard():
+        routes.append(StarletteRoute(path, _file(content, media)))
+    return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "no_such_method"}.get(error.status_code, "internal")
+    said = {
+        "not_found": "there is nothing at this address; GET /openapi.json lists what there is",
+        "no_such_method": f"{request.method} is not for this address; GET /openapi.json lists what there is",
+    }.get(code, str(error.detail))
+    return problem(Fault(code=code, message=said), STATUS_BY_CODE[code])
+
+
+def _dashboard() -> list[tuple[str, bytes, str]]:
+    """The address of each file, its content and its kind. All are read here: no request ever names a file."""
+    found = []
+    for file in (files("tangram.service") / "dashboard").iterdir():
+        suffix = file.name[file.name.rfind(".") :]
+        if suffix in MEDIA:
+            path = "/" if file.name == "index.html" else f"/dashboard/{file.name}"
+            found.append((path, file.read_bytes(), MEDIA[suffix]))
+    return found
+
+
+def _file(content: bytes, media: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=media, headers=SAFE)
+
+    return answer

@@ -1,0 +1,513 @@
+"""The desk: where callers of the shared service hand actions in, ask after them and get what came of them.
+
+Owns what callers know of: actions under way by id, open sandboxes, outputs that are followed. Never lets a caller see
+or touch what is another's. Promises that an action which was acknowledged is in the journal; that the same submission,
+however often it is sent, is one action; that a result is there until its caller has said that it arrived, or it is too
+old; and that what a caller left behind, a sandbox or a quota that it holds, is taken back after a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from itertools import count
+
+import msgspec
+
+from tangram.config import RunLimits
+from tangram.core.action import Action, Outcome, Status
+from tangram.core.demand import CPU, Demand, cores
+from tangram.core.messages import Pool, PoolChanged, RunChanged
+from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
+from tangram.managers.functions.work import Call, Post
+from tangram.managers.pace import advice_of
+from tangram.managers.quota import Quota, QuotaManager
+from tangram.managers.work import MIB, Close, Commit, Hold, Open, Prepare, SandboxSpec
+from tangram.service.auth import Caller
+from tangram.service.fault import fault_of
+from tangram.service.images import OwnedImages
+from tangram.service.journal import Journal, Phase
+from tangram.service.orchestrator import Orchestrator, Settled, Ticket
+from tangram.service.tail import Tail
+from tangram.service.translate import (
+    ERRAND,
+    SEPARATOR,
+    Names,
+    Rules,
+    endpoint_pool,
+    function_pool,
+    running_pool,
+    translated,
+)
+from tangram.service.wire import AnyWork, Chunk, Ended, Reply, SandboxReply, Submission
+
+SWEEP_S = 5.0
+"""How often what was left behind is looked for."""
+OUTPUTS_BYTES_MAX = 256 << 20
+"""Of all outputs that have ended and may still be asked for."""
+OUTPUT_KEEP_S = 60.0
+"""After the end of its action."""
+FUNCTIONS_MAX = 1000
+"""Functions and endpoints of one run: each has a pool."""
+
+log = logging.getLogger("tangram.service")
+
+encode = msgspec.msgpack.Encoder().encode
+decode_action = msgspec.msgpack.Decoder(Action).decode
+decode_work = msgspec.msgpack.Decoder(AnyWork).decode
+decode_settled = msgspec.msgpack.Decoder(Settled).decode
+
+
+class NotFound(ManagerError):
+    """There is none of that name, as far as its caller can know."""
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"there is no {what} {name}: it never was, or is gone", retry=False)
+
+
+class Draining(ManagerError):
+    def __init__(self) -> None:
+        super().__init__("the service is being stopped and takes nothing more; try again when it is back")
+
+
+class Live:
+    """An action under way, as its callers see it."""
+
+    __slots__ = ("action", "looking", "seen_s", "settled", "started", "tail", "ticket", "work")
+
+    def __init__(self, action: Action, work: AnyWork, tail: Tail | None, now: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.action = action
+        self.work = work
+        self.tail = tail
+        self.ticket: Ticket | None = None
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.settled: asyncio.Future[Settled] = loop.create_future()
+        self.looking = 0
+        """Requests that wait for it."""
+        self.seen_s = now
+        """When somebody last asked after it."""
+
+    @property
+    def state(self) -> str:
+        if self.settled.done():
+            return "settled"
+        if self.ticket is None or not self.ticket.attempt:
+            return "queued"
+        return "starting" if self.ticket.lease is None else "running"
+
+
+class Box:
+    """A sandbox that a caller has."""
+
+    __slots__ = ("active", "opener", "run", "space", "spec", "used_s")
+
+    def __init__(self, space: str, opener: str, run: str, spec: SandboxSpec, now: float) -> None:
+        self.space = space
+        self.opener = opener
+        """The action that opens it: if that fails there is no sandbox."""
+        self.run = run
+        self.spec = spec
+        self.active = 0
+        self.used_s = now
+
+
+class Remembering:
+    """The memory of the orchestrator: all that callers asked for, in the journal. What the service does for itself has
+    no caller's space before its id, and is not missed after its end."""
+
+    def __init__(self, journal: Journal, images: OwnedImages, node: str) -> None:
+        self._journal = journal
+        self._images = images
+        self._node = node
+
+    async def starting(self, ticket: Ticket) -> None:
+        if SEPARATOR in ticket.action.id:
+            await self._journal.starting(ticket.action.id, ticket.attempt)
+
+    async def settled(self, ticket: Ticket, settled: Settled) -> None:
+        action, work = ticket.action, ticket.work
+        if SEPARATOR not in action.id:
+            return
+        done = self._journal.settled(action.id, encode(settled))
+        if isinstance(work, Open) and settled.outcome.status is Status.SUCCEEDED:
+            spec = encode(work.spec)
+            await asyncio.gather(self._journal.sandbox_opened(action.sandbox, action.run, self._node, spec), done)
+        elif isinstance(work, Commit) and settled.outcome.status is Status.SUCCEEDED:
+            await asyncio.gather(self._images.committed(work.image), done)
+        elif isinstance(work, Close) and settled.outcome.status is not Status.LOST:
+            await asyncio.gather(self._journal.sandbox_closed(action.sandbox), done)
+        else:
+            await done
+
+
+class Desk:
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        journal: Journal,
+        quotas: QuotaManager,
+        images: OwnedImages,
+        *,
+        rules: Rules,
+        limits: RunLimits,
+        node: str,
+        warm: bool,
+        now: Callable[[], float],
+    ) -> None:
+        """`warm`: after a sandbox was opened, another one like it is made ahead."""
+        self.orchestrator = orchestrator
+        self.journal = journal
+        self.limits = limits
+        self.draining = False
+        self.gone: dict[str, str] = {}
+        """Sandboxes that did not survive a restart, and why."""
+        self._quotas = quotas
+        self._images = images
+        self.rules = rules
+        self._node = node
+        self._now = now
+        self._lives: dict[str, Live] = {}
+        self._boxes: dict[str, Box] = {}
+        self._count_by_space: Counter[str] = Counter()
+        self._boxes_by_space: Counter[str] = Counter()
+        self._functions_by_space: dict[str, set[str]] = {}
+        self._warm = warm
+        self._numbers = count(1)
+        self._ended_tails: OrderedDict[str, tuple[float, Tail]] = OrderedDict()
+        self._tail_bytes = 0
+
+    def names(self, caller: Caller) -> Names:
+        return Names(caller.space, self._images.by_name)
+
+    # ---- actions ----
+
+    async def submit(self, caller: Caller, asked: Submission) -> Live | Settled:
+        """Returns when it is in the journal. Raises InvalidInput and AdmissionRefused for what is not taken in, of
+        which nothing is kept."""
+        action, work = translated(asked, caller, self.names(caller), self.rules)
+        live, is_mine = self._lives.get(action.id), False
+        if live is None:
+            self._require_room(caller, work)
+            live, is_mine = self._enter(caller.space, action, work, follow=asked.follow), True
+        try:
+            known = await self.journal.submitted(action.id, action.run, encode(action), encode(work))
+        except BaseException:
+            if is_mine:
+                self._leave(live)
+            raise
+        if known is not None and known.phase is Phase.SETTLED:
+            if is_mine:
+                self._leave(live)
+            assert known.result is not None
+            return decode_settled(known.result)
+        if is_mine:
+            await self._begin(live)
+        return live
+
+    def _require_room(self, caller: Caller, work: AnyWork) -> None:
+        if self.draining:
+            raise Draining
+        most = caller.caps.waiting_max or self.limits.waiting_max
+        if self._count_by_space[caller.space] >= most:
+            said = f"this run has {most} actions under way, which is the most; wait until some have settled"
+            raise AdmissionRefused("waiting_max", said)
+        most = caller.caps.sandboxes_max or self.limits.sandboxes_max
+        if isinstance(work, Open) and self._boxes_by_space[caller.space] >= most:
+            raise AdmissionRefused("sandboxes_max", f"this run has {most} sandboxes, which is the most; close one")
+
+    def _enter(self, space: str, action: Action, work: AnyWork, *, follow: bool) -> Live:
+        now = self._now()
+        live = self._lives[action.id] = Live(action, work, Tail(self.limits.output_bytes_max) if follow else None, now)
+        self._count_by_space[space] += 1
+        if isinstance(work, Open) and action.sandbox not in self._boxes:
+            self._enter_box(space, action.sandbox, action.id, action.run, work.spec)
+        box = self._boxes.get(action.sandbox)
+        if box is not None:
+            box.active += 1
+        return live
+
+    def _enter_box(self, space: str, sandbox: str, opener: str, run: str, spec: SandboxSpec) -> None:
+        self._boxes[sandbox] = Box(space, opener, run, spec, self._now())
+        self._boxes_by_space[space] += 1
+
+    def _leave(self, live: Live) -> None:
+        """Nothing is known of it any more but what the journal has."""
+        action = live.action
+        if self._lives.pop(action.id, None) is None:
+            return
+        self._count_by_space[_space(action.id)] -= 1
+        box = self._boxes.get(action.sandbox)
+        if box is not None:
+            box.active -= 1
+            box.used_s = self._now()
+            if _ends(live, box):
+                self._forget_box(action.sandbox)
+        if live.tail is not None:
+            live.tail.close()
+            self._keep_tail(action.id, live.tail)
+
+    def _forget_box(self, sandbox: str) -> None:
+        box = self._boxes.pop(sandbox, None)
+        if box is not None:
+            self._boxes_by_space[box.space] -= 1
+
+    async def _begin(self, live: Live) -> None:
+        """Hand it to the orchestrator. What that refuses settles: it was acknowledged to the journal already."""
+        try:
+            self._announce(_space(live.action.id), live.work)
+            ticket = live.ticket = self.orchestrator.submit(live.action, live.work, live.tail)
+        except (AdmissionRefused, InvalidInput) as error:
+            settled = _refused(live.action.id, error)
+            await self.journal.settled(live.action.id, encode(settled))
+            self._tell(live, settled)
+            return
+        ticket.started.add_done_callback(lambda _: _set(live.started))
+        ticket.settled.add_done_callback(lambda done: self._on_settled(live, done))
+
+    def _on_settled(self, live: Live, done: asyncio.Future[Settled]) -> None:
+        error = done.exception()
+        if error is None:
+            self._tell(live, done.result())
+        elif isinstance(error, InvalidInput | AdmissionRefused):
+            self._tell(live, _refused(live.action.id, error))
+        elif not live.settled.done():  # the orchestrator has ended; the action stays in the journal
+            live.settled.set_exception(error)
+            live.settled.exception()
+
+    def _prepare(self, work: Open) -> None:
+        """Have a sandbox like this one made, which nobody waits for."""
+        action = Action(
+            id=f"warm-{next(self._numbers)}", demand=Demand({CPU: cores(ERRAND[Open])}), run="warm", kind="prepare"
+        )
+        with contextlib.suppress(AdmissionRefused):
+            self.orchestrator.submit(action, Prepare(spec=work.spec))
+
+    def _tell(self, live: Live, settled: Settled) -> None:
+        if self._warm and isinstance(live.work, Open) and settled.outcome.status is Status.SUCCEEDED:
+            self._prepare(live.work)
+        if not live.settled.done():
+            live.settled.set_result(settled)
+        _set(live.started)
+        self._leave(live)
+
+    def _announce(self, space: str, work: AnyWork) -> None:
+        """The scheduler knows a pool before an action asks for it."""
+        if isinstance(work, Call):
+            pool = Pool(kind=function_pool(space, work), total=work.function.max_instances)
+        elif isinstance(work, Post):
+            pool = Pool(kind=endpoint_pool(space, work), total=work.endpoint.max_concurrency)
+        else:
+            return
+        known = self._functions_by_space.setdefault(space, set())
+        if pool.kind in known:
+            return
+        if len(known) >= FUNCTIONS_MAX:
+            raise AdmissionRefused("functions_max", f"this run has called {FUNCTIONS_MAX} functions, which is the most")
+        self.orchestrator.tell(PoolChanged(pool=pool))
+        known.add(pool.kind)
+
+    async def look(self, caller: Caller, id: str, *, wait_s: float, until_started: bool = False) -> Reply:
+        """What has become of an action, after waiting so long for it to settle, or to start."""
+        inner = self.names(caller).inner("id", id)
+        live = self._lives.get(inner)
+        if live is not None:
+            return await self.wait(caller, live, id, wait_s=wait_s, until_started=until_started)
+        result = await self.journal.result(inner)
+        if result is None:
+            raise NotFound("action", id)
+        return self.reply(caller, id, decode_settled(result))
+
+    async def wait(self, caller: Caller, live: Live, id: str, *, wait_s: float, until_started: bool = False) -> Reply:
+        live.looking += 1
+        try:
+            awaited = live.started if until_started else live.settled
+            if wait_s > 0.0 and not awaited.done():
+                await asyncio.wait((awaited,), timeout=wait_s)
+        finally:
+            live.looking -= 1
+            live.seen_s = self._now()
+        if live.settled.done():
+            return self.reply(caller, id, live.settled.result())
+        return Reply(id=id, state=live.state)
+
+    def reply(self, caller: Caller, id: str, settled: Settled) -> Reply:
+        """As its caller knows things: without the name of its space before them."""
+        outer = self.names(caller).outer
+        outcome = msgspec.structs.replace(settled.outcome, action=id, reason=outer(settled.outcome.reason))
+        fault = settled.fault
+        if fault is not None:
+            fault = msgspec.structs.replace(fault, message=outer(fault.message), value=outer(fault.value))
+        ended = Ended(outcome=outcome, executed=settled.executed, answer=settled.answer, fault=fault)
+        return Reply(id=id, state="settled", settled=ended)
+
+    def cancel(self, caller: Caller, id: str) -> None:
+        """A request: it settles when nothing of it is left. Nothing if it has settled."""
+        self.orchestrator.cancel(self.names(caller).inner("id", id))
+
+    def acknowledge(self, caller: Caller, ids: Iterable[str]) -> None:
+        names = self.names(caller)
+        for id in ids:
+            inner = names.inner("id", id)
+            if inner not in self._lives:
+                self.journal.fetched(inner)
+                self._drop_tail(inner)
+
+    def follow(self, caller: Caller, id: str, after: int) -> AsyncIterator[Chunk]:
+        inner = self.names(caller).inner("id", id)
+        live = self._lives.get(inner)
+        tail = live.tail if live is not None else self._ended_tails.get(inner, (0.0, None))[1]
+        if tail is None:
+            raise NotFound("output that can be followed, of action", id)
+        return tail.follow(after)
+
+    def _keep_tail(self, id: str, tail: Tail) -> None:
+        """For a while: whoever follows it may not even have begun."""
+        self._ended_tails[id] = (self._now(), tail)
+        self._tail_bytes += tail.bytes_kept
+        while self._tail_bytes > OUTPUTS_BYTES_MAX:
+            self._drop_tail(next(iter(self._ended_tails)))
+
+    def _drop_tail(self, id: str) -> None:
+        found = self._ended_tails.pop(id, None)
+        if found is not None:
+            self._tail_bytes -= found[1].bytes_kept
+
+    # ---- quotas ----
+
+    def let_go(self, caller: Caller, id: str, spent: dict[str, int] | None) -> None:
+        self._quotas.let_go(self.names(caller).inner("id", id), spent)
+
+    def heard(self, caller: Caller, quota: str, status: int, headers: Mapping[str, str], id: str, at: float) -> None:
+        inner = self.names(caller).inner("action", id)
+        granted_at = self._quotas.granted_at(inner)
+        if granted_at is not None:  # whoever holds nothing of it has nothing to say about it
+            self._quotas.advise(quota, advice_of(status, headers, at), granted_at)
+
+    def quotas(self) -> list[Quota]:
+        return self._quotas.all()
+
+    def set_quota(self, quota: Quota) -> None:
+        """Until the service is started anew: what lasts is in its config."""
+        self._quotas.add(quota)
+        self.rules = msgspec.structs.replace(self.rules, quota_pools=quota_pools(self._quotas.all()))
+
+    # ---- sandboxes ----
+
+    def sandboxes(self, caller: Caller) -> list[SandboxReply]:
+        names = [name for name, box in self._boxes.items() if caller.admin or box.space == caller.space]
+        return [self.sandbox_reply(caller, name) for name in names]
+
+    def sandbox_reply(self, caller: Caller, inner: str) -> SandboxReply:
+        box = self._boxes[inner]
+        return SandboxReply(name=self.names(caller).outer(inner), run=box.run, node=self._node, spec=box.spec)
+
+    def sandbox(self, caller: Caller, name: str) -> str:
+        """Its name here, if it is open and the caller's."""
+        inner = self.names(caller).inner("sandbox", name)
+        box = self._boxes.get(inner)
+        if box is None:
+            if inner in self.gone:
+                raise ManagerError(f"sandbox {name} is gone: {self.gone[inner]}", retry=False)
+            raise NotFound("sandbox", name)
+        box.used_s = self._now()
+        return inner
+
+    async def discard(self, caller: Caller, name: str) -> None:
+        """End a sandbox at once, with all that runs in it."""
+        await self._discard(self.sandbox(caller, name))
+
+    async def _discard(self, inner: str) -> None:
+        for live in [live for live in self._lives.values() if live.action.sandbox == inner]:
+            self.orchestrator.cancel(live.action.id)
+        await self.orchestrator.discard(inner)
+        await self.journal.sandbox_closed(inner)
+        self._forget_box(inner)
+
+    # ---- runs ----
+
+    def weigh(self, run: str, weight: float, running_max: int | None) -> None:
+        self.orchestrator.tell(RunChanged(run=run, weight=weight))
+        if running_max is not None:
+            self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=running_max)))
+
+    async def end_run(self, space: str) -> None:
+        """Its actions are cancelled and its sandboxes closed; then its results go."""
+        lives = [live for live in self._lives.values() if _space(live.action.id) == space]
+        for live in lives:
+            self.orchestrator.cancel(live.action.id)
+            self._quotas.let_go(live.action.id)
+        if lives:
+            await asyncio.wait({live.settled for live in lives})
+        for name in [name for name, box in self._boxes.items() if box.space == space]:
+            await self._discard(name)
+        for kind in self._functions_by_space.pop(space, ()):
+            self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0)))
+        await self._images.forget_all(space)
+        await self.journal.compact(runs_finished=(space,))
+
+    # ---- what was left behind ----
+
+    async def sweep(self) -> None:
+        now = self._now()
+        for live in list(self._lives.values()):
+            if isinstance(live.work, Hold) and not live.looking and now - live.seen_s > self.limits.hold_idle_s:
+                log.warning("hold expired action=%s: its holder was silent", live.action.id)
+                self.orchestrator.cancel(live.action.id)
+                self._quotas.let_go(live.action.id)
+        for id, (ended_s, _) in list(self._ended_tails.items()):
+            if now - ended_s <= OUTPUT_KEEP_S:
+                break
+            self._drop_tail(id)
+        for name, box in list(self._boxes.items()):
+            if not box.active and now - box.used_s > self.limits.sandbox_idle_s and not self.draining:
+                log.warning("sandbox closed sandbox=%s: nobody used it for %.0f s", name, self.limits.sandbox_idle_s)
+                try:
+                    await self._discard(name)
+                except ManagerError as error:
+                    log.error("sandbox not closed sandbox=%s: %s", name, error)
+
+    # ---- recovery ----
+
+    def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
+        """A sandbox that outlived the service before this one. Raises AdmissionRefused if it has no room here."""
+        self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
+        self._enter_box(_space(sandbox), sandbox, "", run, spec)
+
+    async def resume(self, action: Action, work: AnyWork) -> None:
+        """An action of the journal, queued again."""
+        await self._begin(self._enter(_space(action.id), action, work, follow=False))
+
+    async def conclude(self, action: str, status: Status, reason: str) -> None:
+        """An action of the journal that has ended with the service before this one."""
+        outcome = Outcome(action=action, status=status, reason=reason)
+        await self.journal.settled(action, encode(Settled(outcome=outcome)))
+
+
+def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:
+    return frozenset(pool.kind for quota in quotas for pool in quota.pools())
+
+
+def _refused(action: str, error: AdmissionRefused | InvalidInput) -> Settled:
+    outcome = Outcome(action=action, status=Status.REFUSED, reason=str(error))
+    return Settled(outcome=outcome, fault=fault_of(error))
+
+
+def _ends(live: Live, box: Box) -> bool:
+    """Whether its end is that of its sandbox."""
+    status = live.settled.result().outcome.status if live.settled.done() else Status.REFUSED
+    if isinstance(live.work, Close):
+        return status not in (Status.LOST, Status.REFUSED)
+    return box.opener == live.action.id and status is not Status.SUCCEEDED
+
+
+def _space(inner: str) -> str:
+    return inner.partition(SEPARATOR)[0]
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,84 @@
+"""The event log: every event and its effects as lines of JSON, in the format of a trace.
+
+Owns the file. Never waits for a disk on the way of an action longer than a write into the page cache takes. Promises a
+file that `tangram sim`, `tangram plan` and `tangram trace` read: it begins with its header, and a line is whole or, the
+last one, missing. One file per start of the service; that of the start before is kept beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from tangram.core.messages import Effect, Event
+from tangram.core.trace import Header, Recorder
+from tangram.errors import ManagerError
+
+FLUSH_BYTES = 64 << 10
+BYTES_MAX = 4 << 30
+"""Then nothing more is written: some ten million actions, more than a simulation takes in a day."""
+
+log = logging.getLogger("tangram.service")
+
+
+class EventLog:
+    def __init__(self, path: Path, header: Header, *, bytes_max: int = BYTES_MAX) -> None:
+        self.path = path
+        self._recorder = Recorder()
+        self._bytes_max = bytes_max
+        self._size = 0
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._full = False
+        try:
+            if path.exists():
+                path.replace(path.with_name(f"{path.stem}.before{path.suffix}"))
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ManagerError(f"the event log {path} cannot be written: {error}", retry=False) from error
+        self._put(self._recorder.header(header))
+        self.flush()
+
+    def __call__(self, now: float, event: Event, effects: list[Effect]) -> None:
+        """An observer of the orchestrator."""
+        if not self._full:
+            self._put(self._recorder.lines(now, event, effects))
+            if self._pending_bytes > FLUSH_BYTES:
+                self.flush()
+
+    def _put(self, lines: bytes) -> None:
+        self._pending.append(lines)
+        self._pending_bytes += len(lines)
+
+    def flush(self) -> None:
+        """What cannot be written ends the log, not the service: the journal keeps what must not be lost."""
+        data = b"".join(self._pending)
+        self._pending, self._pending_bytes = [], 0
+        if self._full or not data:
+            return
+        if self._size + len(data) > self._bytes_max:
+            self._stop(f"it has {self._size} bytes, which is the most")
+            return
+        try:
+            while data:
+                written = os.write(self._fd, data)
+                self._size += written
+                data = data[written:]
+        except OSError as error:
+            self._stop(str(error))
+
+    def _stop(self, why: str) -> None:
+        self._full = True
+        log.warning("event log ended path=%s: %s", self.path, why)
+
+    def opened(self) -> tuple[BinaryIO, int]:
+        """All that was written so far, as a file, and its size. A line that was not written whole is left out."""
+        self.flush()
+        file = open(self.path, "rb")  # noqa: SIM115 - it is the reader's
+        return file, self._size
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._fd)

@@ -1,0 +1,70 @@
+"""Images of runs: who may open sandboxes from which.
+
+Owns the names of images, each known to its run only; the store behind is shared, and holds equal content once.
+Promises that a run names its own images only, and that content goes when the last run has forgotten it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+
+from tangram.errors import InvalidAction
+from tangram.managers.base import Images
+from tangram.service.journal import Journal, Note
+from tangram.service.translate import Names
+
+NOTE = "image/"
+FORGOTTEN = b""
+
+
+class OwnedImages:
+    def __init__(self, images: Images, journal: Journal, notes: Iterable[Note] = ()) -> None:
+        self._images = images
+        self._journal = journal
+        self.by_name: dict[str, str] = {
+            note.key.removeprefix(NOTE): note.value.decode()
+            for note in notes
+            if note.key.startswith(NOTE) and note.value != FORGOTTEN
+        }
+        """What an image is in the store, by its name with that of its run before it."""
+
+    async def alias(self, names: Names, image: str) -> str:
+        """The name under which its run knows an image of the store."""
+        name = f"image-{hashlib.sha256(image.encode()).hexdigest()[:16]}"
+        inner = names.own_image(name)
+        await self._journal.note(NOTE + inner, image.encode())
+        self.by_name[inner] = image
+        return name
+
+    async def forget(self, names: Names, name: str) -> None:
+        inner = names.own_image(name)
+        image = self.by_name.get(inner)
+        if image is None:
+            names.image(name)  # raises what there is instead
+            raise InvalidAction("image", name, "an image that was added or committed")
+        await self._forget(inner, image)
+
+    async def _forget(self, inner: str, image: str) -> None:
+        await self._journal.note(NOTE + inner, FORGOTTEN)
+        self.by_name.pop(inner, None)
+        if image not in self.by_name.values():
+            await self._images.forget_image(image)
+
+    async def forget_all(self, space: str) -> None:
+        """Of a run that has ended."""
+        for inner, image in [each for each in self.by_name.items() if each[0].startswith(f"{space}:")]:
+            with contextlib.suppress(InvalidAction):  # the store has lost it before
+                await self._forget(inner, image)
+
+    async def committed(self, inner: str) -> None:
+        await self._journal.note(NOTE + inner, inner.encode())
+        self.by_name[inner] = inner
+
+    async def recall(self, names: Names, key: str) -> str:
+        inner = await self._images.recall_image(names.image_key(key))
+        return names.outer(inner) if inner in self.by_name else ""
+
+    async def remember(self, names: Names, key: str, name: str) -> None:
+        await self._images.remember_image(names.image_key(key), names.image(name))

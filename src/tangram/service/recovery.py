@@ -1,0 +1,121 @@
+"""Recovery: what becomes of all that a service left in its journal, when the next one starts.
+
+Owns no state. Promises that nothing is lost and nothing runs twice unasked: what was queued is queued again in its
+order; what was running is run again if its caller declared that it may be, and is settled as lost otherwise; results
+stay. Sandboxes that their manager kept are taken over, and of the others it is said why they are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from tangram.core.action import Status
+from tangram.errors import AdmissionRefused
+from tangram.managers.work import Close, Open, SandboxSpec
+from tangram.service.desk import Desk, decode_action, decode_work
+from tangram.service.journal import Phase, Recovered
+
+log = logging.getLogger("tangram.service")
+
+RESTARTED = "the service was restarted while it ran"
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """A manager whose sandboxes outlive it."""
+
+    adopted: dict[str, SandboxSpec]
+    """Those that are back, by name."""
+    missing: dict[str, str]
+    """Those that are not, and why."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    queued: int = 0
+    again: int = 0
+    lost: int = 0
+    results: int = 0
+    sandboxes: int = 0
+    sandboxes_lost: int = 0
+    notes: tuple[str, ...] = ()
+    """What of the journal was not whole."""
+
+    def __str__(self) -> str:
+        counts = (
+            (self.queued, "queued again"),
+            (self.again, "run again"),
+            (self.lost, "lost while running"),
+            (self.results, "results kept"),
+            (self.sandboxes, "sandboxes taken over"),
+            (self.sandboxes_lost, "sandboxes lost"),
+        )
+        found = ", ".join(f"{count} {what}" for count, what in counts if count)
+        return "; ".join([*([found] if found else []), *self.notes])
+
+
+async def recover(desk: Desk, found: Recovered, manager: object, node: str) -> Report:
+    adopted: Mapping[str, SandboxSpec] = manager.adopted if isinstance(manager, Keeping) else {}
+    missing: Mapping[str, str] = manager.missing if isinstance(manager, Keeping) else {}
+    taken, lost_boxes = await _take_over(desk, found, adopted, missing, node)
+    queued = again = lost = results = 0
+    for known in found.actions:
+        if known.phase is Phase.SETTLED:
+            results += 1
+            continue
+        action, work = decode_action(known.action), decode_work(known.work)
+        if known.phase is Phase.QUEUED:
+            queued += 1
+        elif (isinstance(work, Open) and action.sandbox in taken) or (
+            isinstance(work, Close) and action.sandbox not in taken
+        ):
+            await desk.conclude(action.id, Status.SUCCEEDED, "")
+            continue
+        elif action.idempotent:
+            again += 1
+        else:
+            lost += 1
+            await desk.conclude(action.id, Status.LOST, RESTARTED)
+            continue
+        await desk.resume(action, work)
+    return Report(
+        queued=queued, again=again, lost=lost, results=results, sandboxes=len(taken), sandboxes_lost=lost_boxes,
+        notes=found.report,
+    )  # fmt: skip
+
+
+async def _take_over(
+    desk: Desk, found: Recovered, adopted: Mapping[str, SandboxSpec], missing: Mapping[str, str], node: str
+) -> tuple[set[str], int]:
+    """The names of those that are back, and how many are not."""
+    run_by_name = {sandbox.name: sandbox.run for sandbox in found.sandboxes}
+    for known in found.actions:  # its opening was not yet written down as done
+        if known.phase is Phase.RUNNING and isinstance(decode_work(known.work), Open):
+            action = decode_action(known.action)
+            run_by_name.setdefault(action.sandbox, action.run)
+    taken, lost = set(), 0
+    for name, run in run_by_name.items():
+        spec = adopted.get(name)
+        if spec is None:
+            why = missing.get(name, "it did not survive the end of the service")
+        else:
+            try:
+                desk.adopt(name, run, spec, node)
+            except AdmissionRefused as error:
+                why = f"there was no room for it after a restart: {error}"
+            else:
+                taken.add(name)
+                await desk.journal.sandbox_opened(name, run, node, msgspec.msgpack.encode(spec))
+                continue
+        if any(sandbox.name == name for sandbox in found.sandboxes):
+            lost += 1
+            desk.gone[name] = why
+            log.warning("sandbox lost sandbox=%s: %s", name, why)
+        await desk.journal.sandbox_closed(name)
+    for name in adopted.keys() - taken:
+        log.warning("sandbox ended sandbox=%s: the journal does not know it, or has no room for it", name)
+        await desk.orchestrator.end_sandbox(name, node)
+    return taken, lost

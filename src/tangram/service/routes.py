@@ -1,0 +1,462 @@
+"""The routes: what can be asked over HTTP, each with its record in and its record out.
+
+Owns the table of which the OpenAPI document and the reference are made, and the handlers. A handler reads the request,
+lets the desk or a manager do it, and answers; it keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+
+from tangram.core.messages import NodeChanged, NodeState, PoolChanged
+from tangram.errors import InvalidAction
+from tangram.managers.base import Manager
+from tangram.managers.quota import Quota
+from tangram.service.api import (
+    Ask,
+    Uploads,
+    file_answer,
+    json_answer,
+    nothing,
+    read_json,
+)
+from tangram.service.auth import Runs
+from tangram.service.desk import Desk, NotFound
+from tangram.service.images import OwnedImages
+from tangram.service.orchestrator import Settled
+from tangram.service.sight import Sight
+from tangram.service.view import Story, Timeline, View
+from tangram.service.wire import (
+    About,
+    Acknowledged,
+    Chunk,
+    Entries,
+    Heard,
+    ImageReply,
+    LetGo,
+    NodeRequest,
+    PoolRequest,
+    Quotas,
+    Remember,
+    Reply,
+    RunReply,
+    RunRequest,
+    RunsReply,
+    Sandboxes,
+    SandboxReply,
+    Services,
+    Submission,
+    WeightRequest,
+    require_name,
+)
+
+FILE_BYTES_MAX = 256 << 20
+"""Of one file that is read or written as such; larger ones go as trees."""
+TIMELINE_ROWS = 5000
+MODE = 0o644
+LINE = msgspec.json.Encoder()
+
+
+class Query(NamedTuple):
+    """A word of the query."""
+
+    name: str
+    kind: dict[str, Any]
+    """Its JSON schema."""
+    about: str
+    required: bool = False
+
+
+class Route(NamedTuple):
+    """One thing that can be asked."""
+
+    method: str
+    path: str
+    handler: Callable[[Any, Ask], Any]
+    about: str
+    takes: Any = None
+    """The record of the body; `bytes` for a raw one."""
+    gives: Any = None
+    """The record of the answer; `bytes` for a raw one, None for nothing."""
+    query: tuple[Query, ...] = ()
+    public: bool = False
+    """Anybody may ask."""
+    status: int = 200
+    also: tuple[int, ...] = ()
+    """Other ways to say that it was done."""
+
+
+PATH = Query(
+    "path", {"type": "string", "minLength": 1}, "inside the sandbox; relative ones begin at /work", required=True
+)
+WAIT = Query(
+    "wait_s", {"type": "number", "minimum": 0, "maximum": 60, "default": 20}, "how long to wait for it to settle"
+)
+UNTIL = Query("until", {"enum": ["settled", "started"], "default": "settled"}, "what to wait for")
+AFTER = Query("after", {"type": "integer", "minimum": 0, "default": 0}, "where to go on: bytes, or the number of a row")
+
+
+class Api:
+    def __init__(
+        self,
+        desk: Desk,
+        runs: Runs,
+        manager: Manager,
+        images: OwnedImages,
+        sight: Sight,
+        about: Callable[[], About],
+    ) -> None:
+        self._desk = desk
+        self._runs = runs
+        self._manager = manager
+        self._images = images
+        self._sight = sight
+        self._about = about
+        self._uploads = Uploads()
+        self._submission = msgspec.json.Decoder(Submission)
+
+    async def about(self, ask: Ask) -> Response:
+        said = self._about()
+        return json_answer(msgspec.structs.replace(said, run=ask.caller.run, admin=ask.caller.admin))
+
+    # ---- actions ----
+
+    async def submit(self, ask: Ask) -> Response:
+        wait_s = ask.wait_s()
+        asked = await read_json(ask, self._submission, self._desk.limits.body_bytes_max)
+        found = await self._desk.submit(ask.caller, asked)
+        if isinstance(found, Settled):
+            return json_answer(self._desk.reply(ask.caller, asked.id, found))
+        reply = await self._desk.wait(ask.caller, found, asked.id, wait_s=wait_s)
+        return json_answer(reply, 200 if reply.settled is not None else 202)
+
+    async def look(self, ask: Ask) -> Response:
+        until = ask.text("until", "settled")
+        if until not in ("settled", "started"):
+            raise InvalidAction("until", until, "'settled' or 'started'")
+        reply = await self._desk.look(ask.caller, ask.part("id"), wait_s=ask.wait_s(), until_started=until == "started")
+        return json_answer(reply)
+
+    async def output(self, ask: Ask) -> Response:
+        chunks = self._desk.follow(ask.caller, ask.part("id"), ask.whole("after", 0, 1 << 53))
+
+        async def lines() -> AsyncIterator[bytes]:
+            async for chunk in chunks:
+                yield LINE.encode(chunk) + b"\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    async def cancel(self, ask: Ask) -> Response:
+        self._desk.cancel(ask.caller, ask.part("id"))
+        return nothing()
+
+    async def let_go(self, ask: Ask) -> Response:
+        asked: LetGo = await read_json(ask, _LET_GO, self._desk.limits.body_bytes_max)
+        self._desk.let_go(ask.caller, ask.part("id"), asked.spent)
+        return nothing()
+
+    async def acknowledge(self, ask: Ask) -> Response:
+        asked: Acknowledged = await read_json(ask, _ACKNOWLEDGED, self._desk.limits.body_bytes_max)
+        self._desk.acknowledge(ask.caller, asked.actions)
+        return nothing()
+
+    async def story(self, ask: Ask) -> Response:
+        found = self._sight.story(ask.part("id"), ask.caller)
+        if found is None:
+            raise NotFound("action", ask.part("id"))
+        return json_answer(found)
+
+    # ---- sandboxes ----
+
+    async def sandboxes(self, ask: Ask) -> Response:
+        return json_answer(Sandboxes(sandboxes=self._desk.sandboxes(ask.caller)))
+
+    async def sandbox(self, ask: Ask) -> Response:
+        inner = self._desk.sandbox(ask.caller, ask.part("name"))
+        return json_answer(self._desk.sandbox_reply(ask.caller, inner))
+
+    async def discard(self, ask: Ask) -> Response:
+        await self._desk.discard(ask.caller, ask.part("name"))
+        return nothing()
+
+    def _box(self, ask: Ask) -> tuple[str, str]:
+        return self._desk.sandbox(ask.caller, ask.part("name")), ask.text("path")
+
+    async def read_file(self, ask: Ask) -> Response:
+        box, path = self._box(ask)
+        most = ask.whole("bytes_max", FILE_BYTES_MAX, FILE_BYTES_MAX)
+        content = await self._manager.read(box, path, bytes_max=most)
+        return Response(content, media_type="application/octet-stream")
+
+    async def write_file(self, ask: Ask) -> Response:
+        box, path = self._box(ask)
+        mode = ask.whole("mode", MODE, 0o7777)
+
+        async def write(file: BinaryIO) -> None:
+            await self._manager.write(box, path, file.read(), mode=mode)
+
+        await self._uploads.spooled(ask.request, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
+        return nothing()
+
+    async def delete_file(self, ask: Ask) -> Response:
+        await self._manager.delete(*self._box(ask))
+        return nothing()
+
+    async def list_files(self, ask: Ask) -> Response:
+        return json_answer(Entries(entries=await self._manager.list(*self._box(ask))))
+
+    async def read_tree(self, ask: Ask) -> Response:
+        box, path = self._box(ask)
+        most = ask.whole("bytes_max", self._desk.limits.file_bytes_max, self._desk.limits.file_bytes_max)
+        file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - the answer closes it
+        try:
+            await self._manager.pack(box, path, file, bytes_max=most)
+            size = file.seek(0, 2)
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+        return file_answer(file, size)
+
+    async def write_tree(self, ask: Ask) -> Response:
+        box, path = self._box(ask)
+        most = self._desk.limits.file_bytes_max
+        await self._uploads.spooled(ask.request, most, lambda file: self._manager.unpack(box, path, file))
+        return nothing()
+
+    # ---- images ----
+
+    async def add_image(self, ask: Ask) -> Response:
+        async def add(file: BinaryIO) -> str:
+            with tempfile.NamedTemporaryFile(suffix=".tar") as named:
+                await asyncio.to_thread(_copy, file, named)
+                return await self._manager.add_image(named.name)
+
+        image = await self._uploads.spooled(ask.request, self._desk.limits.file_bytes_max, add)
+        return json_answer(ImageReply(name=await self._images.alias(self._desk.names(ask.caller), image)))
+
+    async def forget_image(self, ask: Ask) -> Response:
+        await self._images.forget(self._desk.names(ask.caller), ask.part("name"))
+        return nothing()
+
+    async def recall_image(self, ask: Ask) -> Response:
+        return json_answer(ImageReply(name=await self._images.recall(self._desk.names(ask.caller), ask.part("key"))))
+
+    async def remember_image(self, ask: Ask) -> Response:
+        asked: Remember = await read_json(ask, _REMEMBER, self._desk.limits.body_bytes_max)
+        await self._images.remember(self._desk.names(ask.caller), ask.part("key"), asked.name)
+        return nothing()
+
+    # ---- services and quotas ----
+
+    async def services(self, ask: Ask) -> Response:
+        return json_answer(Services(services=self._sight.services()))
+
+    async def quotas(self, ask: Ask) -> Response:
+        return json_answer(Quotas(quotas=self._desk.quotas()))
+
+    async def set_quota(self, ask: Ask) -> Response:
+        ask.require_admin()
+        asked: Quota = await read_json(ask, _QUOTA, self._desk.limits.body_bytes_max)
+        self._desk.set_quota(asked)
+        return nothing()
+
+    async def heard(self, ask: Ask) -> Response:
+        asked: Heard = await read_json(ask, _HEARD, self._desk.limits.body_bytes_max)
+        self._desk.heard(ask.caller, ask.part("name"), asked.status, asked.headers, asked.action, time.time())
+        return nothing()
+
+    # ---- runs, pools and nodes ----
+
+    async def runs(self, ask: Ask) -> Response:
+        ask.require_admin()
+        return json_answer(RunsReply(runs=self._runs.all()))
+
+    async def make_run(self, ask: Ask) -> Response:
+        ask.require_admin()
+        asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
+        made = await self._runs.make(ask.part("name"), asked)
+        self._desk.weigh(made.name, made.weight, made.caps.running_max)
+        return json_answer(made, 201)
+
+    async def change_run(self, ask: Ask) -> Response:
+        ask.require_admin()
+        asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
+        changed = await self._runs.change(ask.part("name"), asked)
+        self._desk.weigh(changed.name, changed.weight, changed.caps.running_max)
+        return json_answer(changed)
+
+    async def revoke_run(self, ask: Ask) -> Response:
+        ask.require_admin()
+        name = ask.part("name")
+        await self._runs.revoke(name)
+        await self._desk.end_run(name)
+        return nothing()
+
+    async def weigh(self, ask: Ask) -> Response:
+        ask.require_admin()
+        asked: WeightRequest = await read_json(ask, _WEIGHT, self._desk.limits.body_bytes_max)
+        self._desk.weigh(require_name("run", ask.part("run")), asked.weight, None)
+        return nothing()
+
+    async def resize_pool(self, ask: Ask) -> Response:
+        ask.require_admin()
+        asked: PoolRequest = await read_json(ask, _POOL, self._desk.limits.body_bytes_max)
+        self._desk.orchestrator.tell(PoolChanged(pool=self._sight.resized(ask.part("name"), asked.total)))
+        return json_answer(self._sight.view(ask.caller))
+
+    async def change_node(self, ask: Ask) -> Response:
+        ask.require_admin()
+        asked: NodeRequest = await read_json(ask, _NODE, self._desk.limits.body_bytes_max)
+        if not self._sight.has_node(ask.part("name")):
+            raise NotFound("node", ask.part("name"))
+        self._desk.orchestrator.tell(NodeChanged(node=ask.part("name"), state=NodeState(asked.state)))
+        return json_answer(self._sight.view(ask.caller))
+
+    # ---- seeing ----
+
+    async def view(self, ask: Ask) -> Response:
+        return json_answer(self._sight.view(ask.caller))
+
+    async def timeline(self, ask: Ask) -> Response:
+        after, limit = ask.whole("after", 0, 1 << 53), ask.whole("limit", TIMELINE_ROWS, 1 << 20)
+        return json_answer(self._sight.timeline(after, min(limit, TIMELINE_ROWS), ask.caller))
+
+    async def trace(self, ask: Ask) -> Response:
+        ask.require_admin()
+        file, size = self._sight.trace()
+        return file_answer(file, size)
+
+    async def metrics(self, ask: Ask) -> Response:
+        ask.require_admin()
+        return Response(self._sight.metrics(), media_type="text/plain; version=0.0.4")
+
+    async def is_alive(self, ask: Ask) -> Response:
+        return Response("alive\n", media_type="text/plain")
+
+    async def is_ready(self, ask: Ask) -> Response:
+        ready = not self._desk.draining
+        return Response("ready\n" if ready else "draining\n", 200 if ready else 503, media_type="text/plain")
+
+
+def _copy(file: BinaryIO, named: Any) -> None:
+    shutil.copyfileobj(file, named)
+    named.flush()
+
+
+_LET_GO = msgspec.json.Decoder(LetGo)
+_ACKNOWLEDGED = msgspec.json.Decoder(Acknowledged)
+_HEARD = msgspec.json.Decoder(Heard)
+_REMEMBER = msgspec.json.Decoder(Remember)
+_QUOTA = msgspec.json.Decoder(Quota)
+_RUN = msgspec.json.Decoder(RunRequest)
+_WEIGHT = msgspec.json.Decoder(WeightRequest)
+_POOL = msgspec.json.Decoder(PoolRequest)
+_NODE = msgspec.json.Decoder(NodeRequest)
+
+BYTES_MAX = Query("bytes_max", {"type": "integer", "minimum": 0}, "refuse what is larger")
+FILE_MODE = Query(
+    "mode", {"type": "integer", "minimum": 0, "maximum": 0o7777, "default": MODE}, "permissions of the file"
+)
+LIMIT = Query("limit", {"type": "integer", "minimum": 0, "maximum": 1 << 20, "default": TIMELINE_ROWS}, "rows at most")
+
+ROUTES = (
+    # The most frequent first: they are tried in this order.
+    Route(
+        "POST", "/v1/actions", Api.submit, "Submit an action, and wait for it", Submission, Reply, (WAIT,), also=(202,)
+    ),
+    Route("POST", "/v1/acknowledge", Api.acknowledge, "Results that have arrived", Acknowledged, status=204),
+    Route("GET", "/v1/actions/{id}", Api.look, "What has become of an action", None, Reply, (WAIT, UNTIL)),
+    Route(
+        "GET", "/v1/actions/{id}/output", Api.output, "Follow what it writes, as lines of JSON", None, Chunk, (AFTER,)
+    ),
+    Route("POST", "/v1/actions/{id}/cancel", Api.cancel, "Have it stopped", status=204),
+    Route("POST", "/v1/actions/{id}/release", Api.let_go, "Let go of the quota that it holds", LetGo, status=204),
+    Route("GET", "/v1/actions/{id:path}/story", Api.story, "What happened to it, line by line", None, Story),
+    Route("GET", "/v1/sandboxes", Api.sandboxes, "Open sandboxes", None, Sandboxes),
+    Route("GET", "/v1/sandboxes/{name}", Api.sandbox, "One sandbox", None, SandboxReply),
+    Route("DELETE", "/v1/sandboxes/{name}", Api.discard, "End it at once, with all that runs in it", status=204),
+    Route("GET", "/v1/sandboxes/{name}/files", Api.read_file, "The content of a file", None, bytes, (PATH, BYTES_MAX)),
+    Route(
+        "PUT",
+        "/v1/sandboxes/{name}/files",
+        Api.write_file,
+        "Make or replace a file",
+        bytes,
+        None,
+        (PATH, FILE_MODE),
+        status=204,
+    ),
+    Route(
+        "DELETE",
+        "/v1/sandboxes/{name}/files",
+        Api.delete_file,
+        "Delete a file or a tree",
+        None,
+        None,
+        (PATH,),
+        status=204,
+    ),
+    Route("GET", "/v1/sandboxes/{name}/list", Api.list_files, "What is in a directory", None, Entries, (PATH,)),
+    Route(
+        "GET",
+        "/v1/sandboxes/{name}/tree",
+        Api.read_tree,
+        "A file or a directory as a tar",
+        None,
+        bytes,
+        (PATH, BYTES_MAX),
+    ),
+    Route(
+        "PUT",
+        "/v1/sandboxes/{name}/tree",
+        Api.write_tree,
+        "Unpack a tar below a directory",
+        bytes,
+        None,
+        (PATH,),
+        status=204,
+    ),
+    Route(
+        "POST", "/v1/images", Api.add_image, "An image from a tar, as `docker save` or OCI write it", bytes, ImageReply
+    ),
+    Route("DELETE", "/v1/images/{name}", Api.forget_image, "Forget an image", status=204),
+    Route(
+        "GET", "/v1/image-keys/{key}", Api.recall_image, "The image that is remembered under a key", None, ImageReply
+    ),
+    Route("PUT", "/v1/image-keys/{key}", Api.remember_image, "Remember an image under a key", Remember, status=204),
+    Route("GET", "/v1/services", Api.services, "Model services", None, Services),
+    Route("GET", "/v1/quotas", Api.quotas, "Quotas of APIs", None, Quotas),
+    Route("PUT", "/v1/quotas", Api.set_quota, "Add a quota, or change one (admin)", Quota, status=204),
+    Route("POST", "/v1/quotas/{name}/heard", Api.heard, "What an API answered about its limits", Heard, status=204),
+    Route("GET", "/v1/about", Api.about, "Who answers, and whom it takes the caller for", None, About),
+    Route("GET", "/v1/view", Api.view, "Pools, queue, runs and sandboxes as they are now", None, View),
+    Route("GET", "/v1/timeline", Api.timeline, "Actions that have settled", None, Timeline, (AFTER, LIMIT)),
+    Route("GET", "/v1/runs", Api.runs, "Runs that have a token (admin)", None, RunsReply),
+    Route(
+        "POST",
+        "/v1/runs/{name}",
+        Api.make_run,
+        "Make a run; its token is told once (admin)",
+        RunRequest,
+        RunReply,
+        status=201,
+    ),
+    Route("PATCH", "/v1/runs/{name}", Api.change_run, "Its weight and caps (admin)", RunRequest, RunReply),
+    Route("DELETE", "/v1/runs/{name}", Api.revoke_run, "Revoke its token and end all that it has (admin)", status=204),
+    Route("PUT", "/v1/weights/{run}", Api.weigh, "The weight of a run (admin)", WeightRequest, status=204),
+    Route("PATCH", "/v1/pools/{name}", Api.resize_pool, "Change the size of a pool (admin)", PoolRequest, View),
+    Route("PATCH", "/v1/nodes/{name}", Api.change_node, "Drain a node, or take it up again (admin)", NodeRequest, View),
+    Route("GET", "/v1/trace", Api.trace, "The trace so far, for `tangram sim` and `tangram plan` (admin)", None, bytes),
+    Route("GET", "/metrics", Api.metrics, "Metrics for Prometheus (admin)", None, str),
+    Route("GET", "/healthz", Api.is_alive, "It answers", None, str, public=True),
+    Route("GET", "/readyz", Api.is_ready, "It takes in actions", None, str, public=True),
+)

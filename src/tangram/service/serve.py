@@ -1,0 +1,296 @@
+"""The shared service: everything put together, from a config to the last answer.
+
+Owns the order in which things come up and go down. Coming up: the journal, the managers, the scheduler, what the
+journal remembers, then the door. Going down: the door takes nothing more in, what runs may end within a limit, what
+waits stays in the journal, sandboxes stay for the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token, require_files
+from tangram.core.messages import Effect, Event, Pool
+from tangram.core.policies import policy
+from tangram.core.scheduler import Scheduler
+from tangram.core.trace import Header
+from tangram.errors import InvalidConfig
+from tangram.managers.base import Executor, Manager
+from tangram.managers.functions import EndpointManager, Post
+from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
+from tangram.managers.models.devices import DeviceSpec
+from tangram.managers.quota import Quota, QuotaManager, Rate
+from tangram.managers.work import GIB, Hold, Work
+from tangram.service.api import Door
+from tangram.service.app import application
+from tangram.service.auth import Runs
+from tangram.service.desk import SWEEP_S, Desk, Remembering, quota_pools
+from tangram.service.event_log import EventLog
+from tangram.service.images import OwnedImages
+from tangram.service.journal import Journal
+from tangram.service.listening import bind, serving
+from tangram.service.metrics import Metrics
+from tangram.service.orchestrator import Orchestrator
+from tangram.service.picture import Picture
+from tangram.service.recovery import Report, recover
+from tangram.service.routes import Api
+from tangram.service.sight import Sight
+from tangram.service.translate import Rules
+from tangram.service.wire import About
+
+VERSION = version("arl-tangram")
+COMPACT_S = 120.0
+"""How often results that arrived or are too old are deleted."""
+OWNER = "service"
+"""Whose sandboxes they are: the next service of this name takes them over."""
+
+log = logging.getLogger("tangram.service")
+
+
+class Up:
+    """A service that is up."""
+
+    def __init__(self, desk: Desk, address: str, recovered: Report) -> None:
+        self.desk = desk
+        self.address = address
+        self.recovered = recovered
+        self.stop = asyncio.Event()
+        """Set it to have the service end as SIGTERM does."""
+        self.stop_now = asyncio.Event()
+        """Set it to wait for nothing that runs."""
+
+
+async def serve(config: Config, *, on_up: Callable[[Up], None] = lambda up: None) -> None:
+    """Until SIGTERM or Ctrl-C. Raises what keeps it from starting or going on."""
+    loop = asyncio.get_running_loop()
+    async with running(config) as up:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _signalled, up, number)
+        try:
+            on_up(up)
+            _notify("READY=1")
+            await up.stop.wait()
+            _notify("STOPPING=1")
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def _signalled(up: Up, number: int) -> None:
+    if up.stop.is_set():
+        up.stop_now.set()
+    up.stop.set()
+    log.info("stopping signal=%s", signal.Signals(number).name)
+
+
+def _notify(state: str) -> None:
+    """To systemd, if it asked for it."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+            notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Up]:
+    """A service inside this process. Leaving the context drains it."""
+    require_files(config)
+    listening = bind(config.listen_host, config.listen_port)
+    async with AsyncExitStack() as stack:
+        stack.callback(listening.close)
+        path = Path(config.service.journal)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        service = config.service
+        journal = Journal(path, service.durability, keep_s=service.results_keep_s)
+        await stack.enter_async_context(journal)
+        parts = _Parts(config, journal)
+        if parts.event_log is not None:
+            stack.callback(parts.event_log.close)
+        async with parts.orchestrator:
+            # The desk is there before the first answer, and the door is open before anything can end.
+            report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name)
+            for run in parts.runs.all():
+                parts.desk.weigh(run.name, run.weight, run.caps.running_max)
+            parts.picture.recovered = str(report)
+            app = application(parts.api, parts.door)
+            http = serving(
+                app,
+                listening,
+                connections_max=config.limits.connections_max,
+                certificate=service.tls_certificate,
+                key=service.tls_key,
+            )
+            await stack.enter_async_context(http)
+            scheme = "https" if service.tls_certificate else "http"
+            up = Up(parts.desk, f"{scheme}://{_shown(listening)}", report)
+            log.info("up address=%s backend=%s recovered=%r", up.address, config.node.backend, str(report))
+            async with _sweeping(parts.desk, journal):
+                try:
+                    yield up
+                finally:
+                    parts.desk.draining = parts.picture.draining = True
+                    await _drain(parts.orchestrator, up, service.drain_s)
+
+
+async def _drain(orchestrator: Orchestrator, up: Up, limit_s: float) -> None:
+    began = time.monotonic()
+    draining = asyncio.create_task(orchestrator.pause(limit_s))
+    hurry = asyncio.create_task(up.stop_now.wait())
+    try:
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        left = draining.result() if draining.done() else await orchestrator.pause(0.0)
+    finally:
+        for task in (draining, hurry):
+            task.cancel()
+    log.info("drained seconds=%.1f left_running=%d", time.monotonic() - began, left)
+
+
+@asynccontextmanager
+async def _sweeping(desk: Desk, journal: Journal) -> AsyncIterator[None]:
+    async def sweep() -> None:
+        next_compact = time.monotonic() + COMPACT_S
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await desk.sweep()
+            if time.monotonic() >= next_compact:
+                await journal.compact()
+                next_compact = time.monotonic() + COMPACT_S
+
+    task = asyncio.create_task(sweep(), name="sweeping")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _shown(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _Parts:
+    """All that a service is made of, made of its config."""
+
+    def __init__(self, config: Config, journal: Journal) -> None:
+        node = config.node.name
+        self.manager = manager_of(config)
+        held = QuotaManager(map(quota_of, config.quotas), lambda event: self.orchestrator.tell(event))
+        models = models_of(config, lambda event: self.orchestrator.tell(event))
+        machine = self.manager.pools()
+        pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
+        scheduler = Scheduler(policy(config.service.policy), pools, limits=config.scheduler)
+        self.event_log = _event_log(config, pools)
+        self.picture = Picture(scheduler, version=VERSION, durability=config.service.durability)
+        executors: dict[type[Work], Executor] = {Hold: held, Post: EndpointManager()}
+        if models is not None:
+            executors[Infer] = models
+        observers = [each for each in (self.picture, self.event_log) if each is not None]
+
+        def observe(now: float, event: Event, effects: list[Effect]) -> None:
+            for each in observers:
+                each(now, event, effects)
+
+        images = OwnedImages(self.manager, journal, journal.recovered.notes)
+        self.orchestrator = Orchestrator(
+            scheduler, {node: self.manager}, executors, observer=observe, memory=Remembering(journal, images, node)
+        )
+        rules = Rules(
+            quota_pools=quota_pools(held.all()),
+            services=frozenset(service.name for service in config.services),
+            capture_bytes_max=config.limits.body_bytes_max,
+        )
+        self.desk = Desk(
+            self.orchestrator,
+            journal,
+            held,
+            images,
+            rules=rules,
+            limits=config.limits,
+            node=node,
+            warm=config.node.warm > 0,
+            now=time.monotonic,
+        )
+        self.runs = Runs(journal, journal.recovered.runs, admin_token(config))
+        limits = config.limits
+        self.door = Door(
+            self.runs, requests_per_s=limits.requests_per_s, requests_burst=limits.requests_burst, now=time.monotonic
+        )
+        about = About(
+            version=VERSION, instance=self.picture.instance, run="", admin=False, node=node,
+            backend=self.manager.backend, isolates=self.manager.isolates,
+        )  # fmt: skip
+        metrics = Metrics(self.picture)
+        self.door.observe = metrics.answered
+        sight = Sight(machine, self.picture, metrics.text, models, self.event_log)
+        self.api = Api(self.desk, self.runs, self.manager, images, sight, lambda: about)
+
+
+def _event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:
+    if not config.service.event_log:
+        return None
+    header = Header(policy=config.service.policy, pools=pools, limits=config.scheduler, note=config.node.backend)
+    return EventLog(Path(config.service.event_log), header)
+
+
+def manager_of(config: Config) -> Manager:
+    node = config.node
+    state = Path(node.state) if node.state else None
+    if node.backend == "sandbox":
+        from tangram.managers.cpu.manager import SandboxManager
+
+        owner = OWNER if config.service.sandboxes_on_stop == "keep" else ""
+        return SandboxManager(
+            state=state, cores=node.cores, memory_bytes=node.memory, node=node.name, warm=node.warm, owner=owner
+        )
+    if node.backend == "process":
+        from tangram.managers.process import ProcessManager
+
+        return ProcessManager(root=state, cores=node.cores, memory_bytes=node.memory, node=node.name)
+    if node.backend == "docker":
+        from tangram.managers.docker import DockerManager
+
+        return DockerManager(cores=node.cores, memory_bytes=node.memory, node=node.name)
+    from tangram.managers.fake import FakeManager
+
+    cores, memory_bytes = node.cores or float(os.cpu_count() or 1), node.memory or 16 * GIB
+    return FakeManager(cores=cores, memory_bytes=memory_bytes, node=node.name)
+
+
+def quota_of(said: QuotaConfig) -> Quota:
+    def rate(given: RateConfig | None) -> Rate | None:
+        return None if given is None else Rate(given.units, given.seconds)
+
+    return Quota(said.name, said.concurrent, rate(said.requests), rate(said.tokens))
+
+
+def models_of(config: Config, tell: Callable[[Event], None]) -> ModelManager | None:
+    if not config.services and not config.devices:
+        return None
+    devices = [_device(each) for each in config.devices] or list(discover())
+    if not devices:
+        raise InvalidConfig("devices", (), "at least one [[devices]]: this machine has none of CUDA")
+    return ModelManager([_service(each) for each in config.services], devices, tell, node=config.node.name)
+
+
+def _service(said: ModelConfig) -> Service:
+    return Service(**msgspec.structs.asdict(said))
+
+
+def _device(said: DeviceConfig) -> DeviceSpec:
+    if said.kind == "emulated":
+        return Emulated(memory_bytes=said.memory_bytes, bandwidth=said.bandwidth)
+    return Cuda(place=said.place, memory_bytes=said.memory_bytes, name=said.name)

@@ -1,0 +1,86 @@
+"""Sight: what the service shows of itself over HTTP, to each caller what it may see.
+
+Owns nothing: it asks the picture, the metrics, the scheduler and the event log. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import BinaryIO, Protocol
+
+import msgspec
+
+from tangram.core.messages import Pool
+from tangram.errors import InvalidAction
+from tangram.managers.models import ModelManager
+from tangram.service.auth import Caller
+from tangram.service.event_log import EventLog
+from tangram.service.view import Story, Timeline, View
+from tangram.service.wire import ServiceReply
+
+
+class Picture(Protocol):
+    """Of all runs, or as one of them may see it."""
+
+    def view(self, run: str | None) -> View: ...
+
+    def timeline(self, after: int, limit: int, run: str | None) -> Timeline: ...
+
+    def story(self, id: str, run: str | None) -> Story | None: ...
+
+
+class Sight:
+    def __init__(
+        self,
+        pools: Iterable[Pool],
+        picture: Picture,
+        metrics: Callable[[], str],
+        models: ModelManager | None,
+        event_log: EventLog | None,
+    ) -> None:
+        self._pools = {pool.name: pool for pool in pools}
+        """Of the machine, as large as they can be."""
+        self._picture = picture
+        self.metrics = metrics
+        """All of them, as Prometheus reads them."""
+        self._models = models
+        self._event_log = event_log
+
+    def view(self, caller: Caller) -> View:
+        return self._picture.view(_run(caller))
+
+    def timeline(self, after: int, limit: int, caller: Caller) -> Timeline:
+        return self._picture.timeline(after, limit, _run(caller))
+
+    def story(self, id: str, caller: Caller) -> Story | None:
+        """`id` with the name of its run before it, as the view shows it; or as its caller chose it."""
+        run = _run(caller)
+        return self._picture.story(id, run) or self._picture.story(f"{caller.space}/{id}", run)
+
+    def services(self) -> list[ServiceReply]:
+        found = self._models.services() if self._models is not None else ()
+        return [
+            ServiceReply(name=service.name, degrees=service.degrees, call_s_max=service.call_s_max) for service in found
+        ]
+
+    def resized(self, name: str, total: int) -> Pool:
+        """A pool of this machine with another total, its NUMA nodes in the same proportions."""
+        pool = self._pools.get(name)
+        if pool is None or not 0 <= total <= pool.total:
+            known = ", ".join(f"{each.name} (at most {each.total})" for each in self._pools.values())
+            raise InvalidAction("pool", f"{name} with {total}", f"one of {known}")
+        shares = [total * units // pool.total for units in pool.numa]
+        numa = (*shares[:-1], total - sum(shares[:-1])) if shares else ()
+        return msgspec.structs.replace(pool, total=total, numa=numa)
+
+    def has_node(self, name: str) -> bool:
+        return any(pool.node == name for pool in self._pools.values())
+
+    def trace(self) -> tuple[BinaryIO, int]:
+        if self._event_log is None:
+            raise InvalidAction("trace", None, "a service that records one: give its config `service.event_log`")
+        return self._event_log.opened()
+
+
+def _run(caller: Caller) -> str | None:
+    return None if caller.admin else caller.run

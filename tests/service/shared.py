@@ -1,0 +1,83 @@
+"""A shared service inside the process of a test, and connections to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tangram.client.client import Client, connect
+from tangram.config import (
+    Config,
+    DeviceConfig,
+    ModelConfig,
+    NodeConfig,
+    QuotaConfig,
+    RateConfig,
+    RunLimits,
+    ServiceConfig,
+)
+from tangram.core.limits import Limits
+from tangram.managers.quota import Quota, Rate
+from tangram.service.serve import Up, running
+
+
+def config_of(
+    folder: Path,
+    *,
+    backend: str = "fake",
+    cores: float | None = None,
+    warm: int = 0,
+    quotas: Iterable[Quota] = (),
+    services: Iterable[ModelConfig] = (),
+    devices: Iterable[DeviceConfig] = (),
+    limits: RunLimits | None = None,
+    scheduler: Limits | None = None,
+    memory: int | None = None,
+    **service: Any,
+) -> Config:
+    """That of a service whose files are all below a folder."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    said: dict[str, Any] = dict(
+        listen="127.0.0.1:0", journal=str(folder / "journal.db"), sandboxes_on_stop="close", drain_s=5.0
+    )
+    return Config(
+        service=ServiceConfig(**said | service),
+        node=NodeConfig(
+            backend=backend,  # type: ignore[arg-type]
+            cores=cores,
+            memory=memory,
+            state=str(folder / "state"),
+            warm=warm,
+        ),
+        limits=limits or RunLimits(),
+        scheduler=scheduler or Limits(),
+        quotas=tuple(_quota(each) for each in quotas),
+        services=tuple(services),
+        devices=tuple(devices),
+    )
+
+
+def _quota(quota: Quota) -> QuotaConfig:
+    def rate(given: Rate | None) -> RateConfig | None:
+        return None if given is None else RateConfig(**msgspec.structs.asdict(given))
+
+    return QuotaConfig(
+        name=quota.name, concurrent=quota.concurrent, requests=rate(quota.requests), tokens=rate(quota.tokens)
+    )
+
+
+@asynccontextmanager
+async def shared(folder: Path, **options: Any) -> AsyncIterator[Client]:
+    """A connection to a service of its own."""
+    async with serving(folder, **options) as up, connect(up.address) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(folder: Path, **options: Any) -> AsyncIterator[Up]:
+    async with running(config_of(folder, **options)) as up:
+        yield up
