@@ -25,7 +25,7 @@ from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
-from tangram.managers.work import MIB, Close, Commit, Hold, Open, Prepare, SandboxSpec
+from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
 from tangram.service.fault import fault_of
 from tangram.service.images import OwnedImages
@@ -76,7 +76,7 @@ class Draining(ManagerError):
 class Live:
     """An action under way, as its callers see it."""
 
-    __slots__ = ("action", "looking", "seen_s", "settled", "started", "tail", "ticket", "work")
+    __slots__ = ("action", "looking", "makes_box", "seen_s", "settled", "started", "tail", "ticket", "work")
 
     def __init__(self, action: Action, work: AnyWork, tail: Tail | None, now: float) -> None:
         loop = asyncio.get_running_loop()
@@ -86,6 +86,8 @@ class Live:
         self.ticket: Ticket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.settled: asyncio.Future[Settled] = loop.create_future()
+        self.makes_box = False
+        """It opens a sandbox: if it does not succeed, there is none."""
         self.looking = 0
         """Requests that wait for it."""
         self.seen_s = now
@@ -103,12 +105,10 @@ class Live:
 class Box:
     """A sandbox that a caller has."""
 
-    __slots__ = ("active", "opener", "run", "space", "spec", "used_s")
+    __slots__ = ("active", "run", "space", "spec", "used_s")
 
-    def __init__(self, space: str, opener: str, run: str, spec: SandboxSpec, now: float) -> None:
+    def __init__(self, space: str, run: str, spec: SandboxSpec, now: float) -> None:
         self.space = space
-        self.opener = opener
-        """The action that opens it: if that fails there is no sandbox."""
         self.run = run
         self.spec = spec
         self.active = 0
@@ -191,7 +191,13 @@ class Desk:
         action, work = translated(asked, caller, self.names(caller), self.rules)
         live, is_mine = self._lives.get(action.id), False
         if live is None:
-            self._require_room(caller, work)
+            try:
+                self._require_room(caller, action, work)
+            except (AdmissionRefused, ManagerError):
+                known_result = await self.journal.result(action.id)
+                if known_result is None:
+                    raise
+                return decode_settled(known_result)  # it was taken in before, and asks for no room now
             live, is_mine = self._enter(caller.space, action, work, follow=asked.follow), True
         try:
             known = await self.journal.submitted(action.id, action.run, encode(action), encode(work))
@@ -208,9 +214,11 @@ class Desk:
             await self._begin(live)
         return live
 
-    def _require_room(self, caller: Caller, work: AnyWork) -> None:
+    def _require_room(self, caller: Caller, action: Action, work: AnyWork) -> None:
         if self.draining:
             raise Draining
+        if isinstance(work, Exec | Commit) and action.sandbox not in self._boxes and action.sandbox not in self.gone:
+            raise NotFound("sandbox", self.names(caller).outer(action.sandbox))
         most = caller.caps.waiting_max or self.limits.waiting_max
         if self._count_by_space[caller.space] >= most:
             said = f"this run has {most} actions under way, which is the most; wait until some have settled"
@@ -224,14 +232,15 @@ class Desk:
         live = self._lives[action.id] = Live(action, work, Tail(self.limits.output_bytes_max) if follow else None, now)
         self._count_by_space[space] += 1
         if isinstance(work, Open) and action.sandbox not in self._boxes:
-            self._enter_box(space, action.sandbox, action.id, action.run, work.spec)
+            self._enter_box(space, action.sandbox, action.run, work.spec)
+            live.makes_box = True
         box = self._boxes.get(action.sandbox)
         if box is not None:
             box.active += 1
         return live
 
-    def _enter_box(self, space: str, sandbox: str, opener: str, run: str, spec: SandboxSpec) -> None:
-        self._boxes[sandbox] = Box(space, opener, run, spec, self._now())
+    def _enter_box(self, space: str, sandbox: str, run: str, spec: SandboxSpec) -> None:
+        self._boxes[sandbox] = Box(space, run, spec, self._now())
         self._boxes_by_space[space] += 1
 
     def _leave(self, live: Live) -> None:
@@ -244,7 +253,7 @@ class Desk:
         if box is not None:
             box.active -= 1
             box.used_s = self._now()
-            if _ends(live, box):
+            if _ends_box(live):
                 self._forget_box(action.sandbox)
         if live.tail is not None:
             live.tail.close()
@@ -257,16 +266,25 @@ class Desk:
 
     async def _begin(self, live: Live) -> None:
         """Hand it to the orchestrator. What that refuses settles: it was acknowledged to the journal already."""
+        action = live.action
+        gone = None if isinstance(live.work, Open | Close) else self.gone.get(action.sandbox)
+        if gone is not None:
+            outcome = Outcome(action=action.id, status=Status.LOST, reason=f"its sandbox is gone: {gone}")
+            await self._conclude(live, Settled(outcome=outcome))
+            return
         try:
-            self._announce(_space(live.action.id), live.work)
-            ticket = live.ticket = self.orchestrator.submit(live.action, live.work, live.tail)
+            self._announce(_space(action.id), live.work)
+            ticket = live.ticket = self.orchestrator.submit(action, live.work, live.tail)
         except (AdmissionRefused, InvalidInput) as error:
-            settled = _refused(live.action.id, error)
-            await self.journal.settled(live.action.id, encode(settled))
-            self._tell(live, settled)
+            await self._conclude(live, _refused(action.id, error))
             return
         ticket.started.add_done_callback(lambda _: _set(live.started))
         ticket.settled.add_done_callback(lambda done: self._on_settled(live, done))
+
+    async def _conclude(self, live: Live, settled: Settled) -> None:
+        """One that the orchestrator never has."""
+        await self.journal.settled(live.action.id, encode(settled))
+        self._tell(live, settled)
 
     def _on_settled(self, live: Live, done: asyncio.Future[Settled]) -> None:
         error = done.exception()
@@ -475,7 +493,7 @@ class Desk:
     def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
         """A sandbox that outlived the service before this one. Raises AdmissionRefused if it has no room here."""
         self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
-        self._enter_box(_space(sandbox), sandbox, "", run, spec)
+        self._enter_box(_space(sandbox), sandbox, run, spec)
 
     async def resume(self, action: Action, work: AnyWork) -> None:
         """An action of the journal, queued again."""
@@ -496,12 +514,12 @@ def _refused(action: str, error: AdmissionRefused | InvalidInput) -> Settled:
     return Settled(outcome=outcome, fault=fault_of(error))
 
 
-def _ends(live: Live, box: Box) -> bool:
-    """Whether its end is that of its sandbox."""
+def _ends_box(live: Live) -> bool:
+    """Whether its end is that of its sandbox. One that was never begun ends none."""
     status = live.settled.result().outcome.status if live.settled.done() else Status.REFUSED
     if isinstance(live.work, Close):
         return status not in (Status.LOST, Status.REFUSED)
-    return box.opener == live.action.id and status is not Status.SUCCEEDED
+    return live.makes_box and status is not Status.SUCCEEDED
 
 
 def _space(inner: str) -> str:

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -187,7 +187,7 @@ class _Parts:
 
     def __init__(self, config: Config, journal: Journal) -> None:
         node = config.node.name
-        self.manager = manager_of(config)
+        self.manager = manager_of(config, [sandbox.name for sandbox in journal.recovered.sandboxes])
         held = QuotaManager(map(quota_of, config.quotas), lambda event: self.orchestrator.tell(event))
         models = models_of(config, lambda event: self.orchestrator.tell(event))
         machine = self.manager.pools()
@@ -246,7 +246,8 @@ def _event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:
     return EventLog(Path(config.service.event_log), header)
 
 
-def manager_of(config: Config) -> Manager:
+def manager_of(config: Config, expected: Sequence[str]) -> Manager:
+    """`expected`: sandboxes that were open when the last service ended."""
     node = config.node
     state = Path(node.state) if node.state else None
     if node.backend == "sandbox":
@@ -254,7 +255,13 @@ def manager_of(config: Config) -> Manager:
 
         owner = OWNER if config.service.sandboxes_on_stop == "keep" else ""
         return SandboxManager(
-            state=state, cores=node.cores, memory_bytes=node.memory, node=node.name, warm=node.warm, owner=owner
+            state=state,
+            cores=node.cores,
+            memory_bytes=node.memory,
+            node=node.name,
+            warm=node.warm,
+            owner=owner,
+            expected=expected if owner else (),
         )
     if node.backend == "process":
         from tangram.managers.process import ProcessManager

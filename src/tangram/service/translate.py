@@ -48,6 +48,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Names of model services."""
     endpoints: tuple[str, ...] = ()
     """Beginnings of addresses that the service calls in the name of its callers."""
+    functions: bool = False
+    """Whether there is a place for functions of callers."""
     network: bool = False
     capture_bytes_max: int = 64 << 20
 
@@ -141,6 +143,8 @@ def _work(asked: Submission, caller: Caller, names: Names, rules: Rules) -> AnyW
         known = ", ".join(sorted(rules.services)) or "none"
         raise InvalidAction("service", asked.service, f"one of the services here: {known}")
     if isinstance(work, Call):
+        if not rules.functions:
+            raise AdmissionRefused("functions", "this service runs no functions: it has no sandboxes for them")
         return Call(function=msgspec.structs.replace(work.function, paths=()), arguments=work.arguments)
     if isinstance(work, Post) and not work.endpoint.url.startswith(rules.endpoints or ("\0",)):
         known = ", ".join(rules.endpoints) or "none"

@@ -1,0 +1,181 @@
+"""A service that is killed, stopped and started again: nothing is lost, and nothing runs twice unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tangram.client.client import Client, connect
+from tangram.core.action import Status
+from tangram.errors import ManagerError
+from tests.client.conftest import why_not
+from tests.service.process import Process
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Process:
+    """One whose sandboxes are real, and outlive it."""
+    reason = why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    return Process(tmp_path / "service", backend="sandbox", node="cores = 2")
+
+
+def play(process: Process, test: Callable[[Client], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), connect(process.url) as client:
+            await test(client)
+
+    with process:
+        asyncio.run(main())
+    assert "Traceback" not in process.log, process.log
+    owners = process.folder / "state" / "owners"
+    assert not owners.exists() or list(owners.iterdir()) == [], "sandboxes were closed, and something is left"
+
+
+async def restarted(process: Process, *, kill: bool = True) -> None:
+    await asyncio.to_thread(process.kill if kill else process.stop)
+    await asyncio.to_thread(process.start)
+
+
+async def until_running(path: str, box: object) -> None:
+    """A command that says so by making a file."""
+    while True:
+        try:
+            await box.read(path)  # type: ignore[attr-defined]
+            return
+        except Exception:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
+def test_a_sandbox_is_there_after_a_restart_with_its_files_and_what_ran_in_it(kept: Process, kill: bool) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.write("file", "kept")
+            await box.exec("(while :; do date +%s%N > beat; sleep 0.01; done) > /dev/null 2>&1 &")
+            image = await box.commit("made")
+            await restarted(kept, kill=kill)
+            assert (await box.exec("cat file; sleep 0.2; cat beat > before; sleep 0.2; cmp -s before beat")).exit_code
+            assert await box.read_text("file") == "kept"
+            async with t.sandbox(image=image, memory="128MiB") as other:
+                assert (await other.exec("cat file")).stdout == "kept"
+
+    play(kept, test)
+    assert "sandboxes taken over" in kept.log
+
+
+def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_its_order(kept: Process) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="256MiB") as box:
+            once = asyncio.create_task(box.exec("echo once >> log; touch a; sleep 60; echo end >> log", cpus=1))
+            again = asyncio.create_task(
+                box.exec("echo again >> log; touch b; test -e go || sleep 60", cpus=1, idempotent=True)
+            )
+            await until_running("a", box)
+            await until_running("b", box)
+            waiting = [asyncio.create_task(box.exec(f"echo {n} >> order", cpus=2)) for n in range(5)]
+            while len([row for row in (await view(t))["waiting"]]) < 5:
+                await asyncio.sleep(0.01)
+            await box.write("go", "")
+            await restarted(kept)
+            lost = await once
+            assert lost.status is Status.LOST and "restarted while it ran" in lost.reason
+            assert (await again).ok
+            assert all(result.ok for result in await asyncio.gather(*waiting))
+            assert (await box.read_text("log")).split() == ["once", "again", "again"]
+            assert sorted((await box.read_text("order")).split()) == list("01234")
+
+    play(kept, test)
+
+
+async def view(t: Client) -> dict:  # type: ignore[type-arg]
+    import msgspec
+
+    found: dict = msgspec.json.decode(await t._transport.wire.ask("GET", "/v1/view"))  # type: ignore[attr-defined, type-arg]
+    return found
+
+
+def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="process")
+
+    async def test(t: Client) -> None:
+        wire = t._transport.wire  # type: ignore[attr-defined]
+        async with t.sandbox(memory="64MiB") as box:
+            body = {"id": "mine", "sandbox": box.name, "work": {"type": "Exec", "command": "echo $$; date +%s%N"}}
+            first = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+            assert b"succeeded" in first
+            await restarted(process)
+            assert await wire.ask("GET", "/v1/actions/mine", wait_s=0.0) == first
+            assert await wire.ask("POST", "/v1/actions", body, wait_s=0.0) == first, "it ran again"
+
+    play(process, test)
+
+
+def test_what_is_in_a_sandbox_that_did_not_survive_is_lost_and_says_why(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="process")
+
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("true")).ok
+            await restarted(process)
+            result = await box.exec("true")
+            assert result.status is Status.LOST and "is gone" in result.reason
+            with pytest.raises(ManagerError, match="is gone"):
+                await box.read("x")
+
+    play(process, test)
+    assert "sandbox lost" in process.log
+
+
+def test_a_stop_lets_what_runs_end_and_a_second_one_does_not_wait(kept: Process) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            short = asyncio.create_task(box.exec("touch a; sleep 1; echo whole", cpus=1))
+            await until_running("a", box)
+            await restarted(kept, kill=False)
+            assert (await short).stdout == "whole\n"
+            long = asyncio.create_task(box.exec("touch b; sleep 60", cpus=1))
+            await until_running("b", box)
+            os.kill(kept.pid, 15)
+            await asyncio.sleep(0.1)
+            await restarted(kept, kill=False)
+            assert (await long).status is Status.LOST
+
+    play(kept, test)
+
+
+def test_a_service_that_is_killed_while_it_drains_loses_nothing(kept: Process) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=2))
+            await until_running("a", box)
+            waiting = asyncio.create_task(box.exec("echo waited", cpus=2))
+            while not (await view(t))["waiting"]:
+                await asyncio.sleep(0.01)
+            os.kill(kept.pid, 15)
+            while "stopping signal=SIGTERM" not in kept.log:
+                await asyncio.sleep(0.01)
+            await restarted(kept)
+            assert (await running).status is Status.LOST
+            assert (await waiting).stdout == "waited\n"
+
+    play(kept, test)
+
+
+def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+    with process:
+        second = Process(tmp_path / "service", backend="fake")
+        with pytest.raises(AssertionError, match=f"belongs to process {process.pid}"):
+            second.start()
+        assert second._running is not None and second._running.wait(60.0) == 2
+        second._running.stdout.close()  # type: ignore[union-attr]
