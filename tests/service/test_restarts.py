@@ -7,13 +7,14 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+from tests.client.conftest import why_not
+from tests.service.process import Process
 
 from tangram.client.client import Client, connect
 from tangram.core.action import Status
 from tangram.errors import ManagerError
-from tests.client.conftest import why_not
-from tests.service.process import Process
 
 DEADLINE_S = 120.0
 
@@ -83,8 +84,7 @@ def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_i
             await until_running("a", box)
             await until_running("b", box)
             waiting = [asyncio.create_task(box.exec(f"echo {n} >> order", cpus=2)) for n in range(5)]
-            while len([row for row in (await view(t))["waiting"]]) < 5:
-                await asyncio.sleep(0.01)
+            await until_waiting(t, 5)
             await box.write("go", "")
             await restarted(kept)
             lost = await once
@@ -97,11 +97,11 @@ def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_i
     play(kept, test)
 
 
-async def view(t: Client) -> dict:  # type: ignore[type-arg]
-    import msgspec
-
-    found: dict = msgspec.json.decode(await t._transport.wire.ask("GET", "/v1/view"))  # type: ignore[attr-defined, type-arg]
-    return found
+async def until_waiting(t: Client, count: int) -> None:
+    """So many actions are in the queue."""
+    wire = t._transport.wire  # type: ignore[attr-defined]
+    while msgspec.json.decode(await wire.ask("GET", "/v1/view"))["waiting_total"] < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> None:
@@ -159,10 +159,9 @@ def test_a_service_that_is_killed_while_it_drains_loses_nothing(kept: Process) -
             running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=2))
             await until_running("a", box)
             waiting = asyncio.create_task(box.exec("echo waited", cpus=2))
-            while not (await view(t))["waiting"]:
-                await asyncio.sleep(0.01)
+            await until_waiting(t, 1)
             os.kill(kept.pid, 15)
-            while "stopping signal=SIGTERM" not in kept.log:
+            while "stopping signal=SIGTERM" not in kept.log:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await restarted(kept)
             assert (await running).status is Status.LOST

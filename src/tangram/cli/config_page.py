@@ -6,7 +6,6 @@ what they take, defaults, and the sentences below the fields, which only the sou
 
 from __future__ import annotations
 
-import ast
 import inspect
 import textwrap
 import types
@@ -15,6 +14,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from tangram.cli.sentences import cell, sentences, wrapped
 from tangram.config import Config, RateConfig
 from tangram.config.tables import kinds
 from tangram.config.valid import SIZE, SIZE_OR_0, Valid
@@ -70,7 +70,7 @@ def config_page(note: str) -> str:
     for name, kind in kinds(Config).items():
         several, record = _record(kind)
         parts.append(f"## `{_head(name, several)}`\n")
-        parts.append(_wrapped(SCHEDULER if name == "scheduler" else inspect.cleandoc(record.__doc__ or "")))
+        parts.append(wrapped(SCHEDULER if name == "scheduler" else inspect.cleandoc(record.__doc__ or "")))
         parts.append(_table(record))
         if name in MORE:
             parts.append(MORE[name].replace("{rates}", "\n" + _table(RateConfig)) + "\n")
@@ -94,34 +94,12 @@ def example() -> str:
     return "\n".join(lines)
 
 
-def sentences(record: type[msgspec.Struct]) -> dict[str, str]:
-    """What stands below each field."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    key = ""
-    for statement in body.body:
-        match statement:
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                key = name
-            case ast.Expr(value=ast.Constant(value=str(words))) if key:
-                found[key] = " ".join(words.split())
-                key = ""
-            case _:
-                key = ""
-    return found
-
-
 def _record(kind: Any) -> tuple[bool, type[msgspec.Struct]]:
     return (True, get_args(kind)[0]) if get_origin(kind) is tuple else (False, kind)
 
 
 def _head(name: str, several: bool) -> str:
     return f"[[{name}]]" if several else f"[{name}]"
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(" ".join(text.split()), 120)) + "\n"
 
 
 def _table(record: type[msgspec.Struct]) -> str:
@@ -139,7 +117,7 @@ def _rows(record: type[msgspec.Struct]) -> Iterator[str]:
         else:
             default = f"`{_toml(_default(field), kind)}`"
         cells = (f"`{field.name}`", takes, default, sentences(record)[field.name])
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield "| " + " | ".join(map(cell, cells)) + " |"
 
 
 def _has_value(field: Any) -> bool:

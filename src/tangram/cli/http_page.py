@@ -1,0 +1,150 @@
+"""The reference page of the HTTP API, made of the table of routes and the records that they take and give.
+
+Owns the words around them. What a field means is the sentence below it in the source.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from tangram.cli.sentences import cell, sentences, wrapped
+
+HEAD = """# The HTTP API
+
+`tangram serve` answers at the addresses below; the [client](../guides/from-embedded-to-shared.md) uses nothing else.
+The same as an OpenAPI document: `GET /openapi.json`.
+
+**Who calls.** Every request but those marked *public* needs `Authorization: Bearer TOKEN`: the token of a run, or the
+admin's. A service on loopback without an admin token takes requests without one, as the admin's. All names are those
+of the caller's run: no other run can say them.
+
+**Records** are JSON; bytes in them are base64. Fields that are not listed are refused. Fields without a default must
+be there.
+
+**Once.** The `id` of a submission is the caller's choice and its idempotency key: the same submission, however often it
+is sent, is one action, and is answered with what became of it. The same id with other content is a `conflict`. A result
+is kept until `POST /v1/acknowledge` says that it arrived, or `service.results_keep_s` have passed.
+
+**Waiting.** `wait_s` makes a request wait until the action has settled, at most 60 seconds; answered sooner means
+settled. Whoever was cut off asks again.
+
+```sh
+curl -s $TANGRAM_URL/v1/actions -H "Authorization: Bearer $TANGRAM_TOKEN" \\
+  -d '{"id": "open-1", "sandbox": "box", "work": {"type": "Open", "spec": {"memory_bytes": 268435456}}}'
+curl -s $TANGRAM_URL/v1/actions -H "Authorization: Bearer $TANGRAM_TOKEN" \\
+  -d '{"id": "tests-1", "sandbox": "box", "work": {"type": "Exec", "command": "python3 -m pytest -q"}}'
+```
+
+## Errors
+
+An answer of 400 or more is `{"error": {...}}`, a [Fault](#fault). Its `code` stays the same over versions:
+
+| code | status |
+|---|---|
+"""
+
+OWN = "tangram."
+
+
+def http_page(note: str) -> str:
+    from tangram.service.api import STATUS_BY_CODE
+    from tangram.service.fault import Fault
+    from tangram.service.routes import ROUTES
+
+    parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]
+    parts.append("## Addresses\n")
+    rows = ["| | takes | gives | |", "|---|---|---|---|"]
+    for route in ROUTES:
+        query = f"?{'&'.join(each.name for each in route.query)}" if route.query else ""
+        path = re.sub(r":path", "", route.path) + query
+        about = route.about + (" *(public)*" if route.public else "")
+        rows.append(f"| `{route.method} {path}` | {_shown(route.takes)} | {_shown(route.gives)} | {cell(about)} |")
+    parts.append("\n".join(rows) + "\n")
+    parts.append("### In the query\n")
+    queries = {each.name: each for route in ROUTES for each in route.query}
+    rows = ["| | |", "|---|---|", *(f"| `{name}` | {cell(each.about)} |" for name, each in sorted(queries.items()))]
+    parts.append("\n".join(rows) + "\n")
+    parts.append("## Records\n")
+    roots = [each for route in ROUTES for each in (route.takes, route.gives) if _is_record(each)]
+    parts += [_record(each) for each in _reached([Fault, *roots])]
+    return "\n".join(parts)
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _shown(kind: Any) -> str:
+    if kind is None:
+        return ""
+    return f"[{kind.__name__}](#{kind.__name__.lower()})" if _is_record(kind) else {bytes: "bytes", str: "text"}[kind]
+
+
+def _reached(roots: list[Any]) -> Iterator[type[msgspec.Struct]]:
+    """Records by name, with all that they hold."""
+    found: dict[str, type[msgspec.Struct]] = {}
+    pending = list(roots)
+    while pending:
+        kind = pending.pop()
+        if _is_record(kind) and kind.__name__ not in found:
+            found[kind.__name__] = kind
+            pending += get_type_hints(kind).values()
+        else:
+            pending += get_args(kind)
+    yield from (found[name] for name in sorted(found))
+
+
+def _record(kind: type[msgspec.Struct]) -> str:
+    hints, said = get_type_hints(kind, include_extras=True), sentences(kind)
+    about = (kind.__doc__ or "").split("\n\n")[0]
+    if about.startswith(f"{kind.__name__}("):
+        about = ""
+    lines = [f"### {kind.__name__}\n"]
+    if about:
+        lines.append(wrapped(" ".join(about.split())))
+    tag = kind.__struct_config__.tag
+    rows = ["| | | |", "|---|---|---|"]
+    if tag is not None:
+        rows.append(f'| `type` | `"{tag}"` | |')
+    if kind.__struct_config__.array_like:
+        lines.append("An array, with its fields in this order.\n")
+    for field in msgspec.structs.fields(kind):
+        default = "" if field.required else f"; default `{_json(field)}`"
+        kept = cell(said.get(field.name, ""))
+        rows.append(f"| `{field.encode_name}` | {_type(hints[field.name])}{default} | {kept} |")
+            f"| `{field.encode_name}` | {_type(hints[field.name])}{default} | {cell(said.get(field.name, ''))} |"
+        )
+    lines.append("\n".join(rows) + "\n" if len(rows) > 2 else "No fields.\n")
+    return "\n".join(lines)
+
+
+def _json(field: msgspec.structs.FieldInfo) -> str:
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return msgspec.json.encode(value).decode()
+
+
+def _type(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _type(get_args(kind)[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type(each) for each in get_args(kind))
+    if origin is typing.Literal:
+        return " or ".join(f"`{msgspec.json.encode(each).decode()}`" for each in get_args(kind))
+    if origin in (list, tuple):
+        return f"list of {_type(get_args(kind)[0])}"
+    if origin is dict:
+        return f"object of {_type(get_args(kind)[1])}"
+    if kind is type(None):
+        return "null"
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    if isinstance(kind, type) and hasattr(kind, "__members__"):
+        return " or ".join(f'`"{each.value}"`' for each in kind)  # type: ignore[attr-defined]
+    return {str: "text", int: "integer", float: "number", bool: "true or false", bytes: "base64"}.get(kind, "anything")
