@@ -118,8 +118,6 @@ def _record(kind: type[msgspec.Struct]) -> str:
         default = "" if field.required else f"; default `{_json(field)}`"
         kept = cell(said.get(field.name, ""))
         rows.append(f"| `{field.encode_name}` | {_type(hints[field.name])}{default} | {kept} |")
-            f"| `{field.encode_name}` | {_type(hints[field.name])}{default} | {cell(said.get(field.name, ''))} |"
-        )
     lines.append("\n".join(rows) + "\n" if len(rows) > 2 else "No fields.\n")
     return "\n".join(lines)
 
