@@ -30,7 +30,7 @@ WAIT_S_MAX = 60.0
 WAIT_S = 20.0
 
 Name = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$", max_length=NAME_LENGTH_MAX)]
-RunName = Annotated[str, msgspec.Meta(pattern=f"^{RUN.pattern}$")]
+MaybeName = Annotated[str, msgspec.Meta(pattern=f"^({NAME.pattern})?$", max_length=NAME_LENGTH_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -41,7 +41,7 @@ AnyWork = Open | Close | Exec | Commit | Hold | Call | Post | Infer
 # ---- actions ----------------------------------------------------------------------------------------------------
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """An action with its work. The same id with the same content is the same action, however often it is sent."""
 
     id: Name
@@ -52,7 +52,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Empty: that of the token. Whoever may act for all runs says which one."""
     task: Text = ""
     trajectory: Text = ""
-    sandbox: Name | Literal[""] = ""
+    sandbox: MaybeName = ""
     kind: Text = ""
     """Empty: that of its work. `server`: a program that stays up."""
     key: Text = ""
@@ -162,11 +162,11 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
 class Caps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a run may have; None: what the config says."""
 
-    sandboxes_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    sandboxes_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
     """Open at once."""
-    waiting_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    waiting_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
     """Actions under way, waiting or running."""
-    running_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    running_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
     """Actions that run at once; others wait."""
     requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     network: bool | None = None

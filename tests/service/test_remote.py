@@ -1,0 +1,225 @@
+"""Quotas, model services and functions through a shared service: what the client gets is what it gets embedded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.models.bytes_engine import expected
+from tests.service.shared import serving, shared
+
+from tangram import Quota, Rate
+from tangram.client.client import Client, connect
+from tangram.client.sync import connect_sync
+from tangram.config import DeviceConfig, ModelConfig, RunLimits
+from tangram.core.action import Status
+from tangram.errors import ActionTimedOut, InvalidAction, InvalidConfig, ManagerError
+
+DEADLINE_S = 60.0
+SEARCH = Quota("search", concurrent=2)
+SIZE = 1 << 20
+ADMIN = "a" * 40
+
+
+def play(folder: Path, test: Callable[[Client], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), shared(folder, **options) as client:
+            await test(client)
+
+    asyncio.run(main())
+
+
+# ---- quotas -------------------------------------------------------------------------------------------------------
+
+
+def test_a_quota_is_held_inside_and_free_outside(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        async with t.quota("search", requests=2):
+            with pytest.raises(ActionTimedOut):
+                async with t.quota("search", deadline_s=0.05):
+                    pass
+        async with t.quota("search", requests=2, deadline_s=DEADLINE_S):
+            pass
+
+    play(tmp_path, test, quotas=[SEARCH])
+
+
+def test_two_connections_share_one_quota(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            serving(tmp_path, quotas=[SEARCH]) as up,
+            connect(up.address) as one,
+            connect(up.address) as two,
+        ):
+            most = now = 0
+
+            async def use(t: Client) -> None:
+                nonlocal most, now
+                async with t.quota("search"):
+                    now += 1
+                    most = max(most, now)
+                    await asyncio.sleep(0.005)
+                    now -= 1
+
+            await asyncio.gather(*(use(t) for t in (one, two) * 10))
+            assert most == 2
+
+    asyncio.run(main())
+
+
+def test_whoever_holds_a_quota_and_falls_silent_loses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.service.serve.SWEEP_S", 0.02)
+
+    async def main() -> None:
+        limits = RunLimits(hold_idle_s=0.2)
+        async with asyncio.timeout(DEADLINE_S), shared(tmp_path, quotas=[SEARCH], limits=limits) as t:
+            demand = {"pools": {"search": {"min": 2, "max": 2}}}
+            body = {"id": "silent", "work": {"type": "Hold"}, "demand": demand}
+            wire = t._transport.wire  # type: ignore[attr-defined]
+            assert b"settled" not in await wire.ask("POST", "/v1/actions", body, wait_s=0.0)
+            async with t.quota("search", requests=2, deadline_s=DEADLINE_S):
+                pass
+            assert b'"settled"' in await wire.ask("GET", "/v1/actions/silent", wait_s=30.0)
+
+    asyncio.run(main())
+
+
+def test_quotas_are_added_and_heard_of_and_corrected(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        await t.add_quota(Quota("judge", tokens=Rate(100, 3600.0)))
+        async with t.quota("judge", tokens=60) as use:
+            use.spent(tokens=10)
+            use.heard(200, {"x-ratelimit-remaining": "50"})
+        async with t.quota("judge", tokens=60, deadline_s=DEADLINE_S):
+            pass
+        with pytest.raises(InvalidAction, match="one that the service had"):
+            t.quota("none")
+
+    play(tmp_path, test, quotas=[SEARCH])
+
+
+# ---- model services -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_service_answers_and_what_its_engine_finds_wrong_is_said(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        answers = await t.gather(*(t.infer("judge", f"p{n}".encode()) for n in range(8)))
+        for n, answer in enumerate(answers):
+            assert answer.check() == expected(1, SIZE, f"p{n}".encode())
+        with pytest.raises(InvalidAction, match="one of 1"):
+            await t.infer("judge", "x", devices=2)
+        with pytest.raises(InvalidAction, match="service"):
+            await t.infer("none", "x")
+
+    judge = ModelConfig(
+        name="judge", engine="tests.models.bytes_engine:BytesEngine", arguments={"seed": 1, "size": SIZE}
+    )
+    device = DeviceConfig(kind="emulated", memory_bytes=4 * SIZE, bandwidth=1e12)
+    play(tmp_path, test, services=[judge], devices=[device])
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def admin_and(folder: Path, *runs: str, **options: Any) -> AsyncIterator[list[Client]]:
+    """Connections of the admin and of runs."""
+    path = admin_token(folder)
+    async with AsyncExitStack() as stack:
+        up = await stack.enter_async_context(serving(folder / "service", admin_token_file=str(path), **options))
+        admin = await stack.enter_async_context(connect(up.address, token=ADMIN))
+        wire = admin._transport.wire  # type: ignore[attr-defined]
+        clients = [admin]
+        for run in runs:
+            made = msgspec.json.decode(await wire.ask("POST", f"/v1/runs/{run}", {"weight": 2.0}))
+            clients.append(await stack.enter_async_context(connect(up.address, token=made["token"])))
+        yield clients
+
+
+def admin_token(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "admin.token"
+    path.write_text(ADMIN)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_run_works_in_its_own_name_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math") as (admin, math):
+            async with math.sandbox() as box:
+                assert (await box.exec("echo hi")).stdout == "hi\n"
+            with pytest.raises(InvalidAction, match="which the token stands for"):
+                async with math.sandbox(run="other"):
+                    pass
+            async with admin.sandbox(run="other") as box:
+                assert (await box.exec("true")).ok
+            with pytest.raises(ManagerError, match="only the admin"):
+                await math.weigh("math", 3.0)
+
+    asyncio.run(main())
+
+
+def test_a_run_that_is_revoked_loses_all_that_it_has(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math") as (admin, math):
+            wire = admin._transport.wire  # type: ignore[attr-defined]
+            box = await math.sandbox().__aenter__()
+            running = asyncio.create_task(box.exec("sleep 60"))
+            while b'"running_total":1' not in await wire.ask("GET", "/v1/view"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await wire.ask("DELETE", "/v1/runs/math")
+            assert (await running).status is Status.CANCELLED  # it was waited for before
+            assert b"math/" not in await wire.ask("GET", "/v1/sandboxes")
+            with pytest.raises(ManagerError, match="valid token"):
+                await box.exec("true")
+
+    asyncio.run(main())
+
+
+# ---- connecting ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_service_is_said_at_once() -> None:
+    async def main(url: str, **options: Any) -> None:
+        async with asyncio.timeout(DEADLINE_S), connect(url, **options):
+            pass
+
+    with pytest.raises(ManagerError, match=r"there is no service at http://127\.0\.0\.1:9"):
+        asyncio.run(main("http://127.0.0.1:9"))
+    with pytest.raises(InvalidConfig, match="ca"):
+        asyncio.run(main("https://127.0.0.1:9", ca="/nowhere.pem"))
+
+
+def test_leaving_the_connection_ends_what_it_has_there(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), serving(tmp_path) as up:
+            async with connect(up.address) as t:
+                box = await t.sandbox().__aenter__()
+                running = asyncio.create_task(box.exec("sleep 60"))
+                await asyncio.sleep(0.05)
+            assert (await running).status is Status.CANCELLED
+            async with connect(up.address) as t:
+                found = await t._transport.wire.ask("GET", "/v1/sandboxes")  # type: ignore[attr-defined]
+                assert found == b'{"sandboxes":[]}'
+
+    asyncio.run(main())
+
+
+def test_the_same_without_await(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), serving(tmp_path) as up:
+            await asyncio.to_thread(use, up.address)
+
+    def use(url: str) -> None:
+        with connect_sync(url) as t, t.sandbox() as box:
+            box.write("a", "1")
+            assert box.exec("cat a").stdout == "1"
+
+    asyncio.run(main())
