@@ -288,10 +288,15 @@ class RemotePending:
         self._transport.begin(self._cancel())
 
     async def _cancel(self) -> None:
-        await asyncio.shield(self._taken)
-        if not self._settled.done():
-            with contextlib.suppress(ManagerError, AdmissionRefused, InvalidAction):
+        """Whoever waits for its end holds the answer to its submission back; so it is asked for until it is there."""
+        while not self._settled.done():
+            try:
                 await self._wire.ask("POST", f"{self._path}/cancel")
+                return
+            except (ManagerError, InvalidAction):
+                if self._taken.done():
+                    return
+                await asyncio.sleep(RETRY_S)
 
     async def stop(self) -> None:
         """Have it cancelled, and wait until it has settled."""

@@ -13,11 +13,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from tangram.config.valid import is_loopback
 from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.service.auth import Bucket, Caller, Guesses, Runs
 from tangram.service.desk import Draining, NotFound
@@ -31,14 +34,19 @@ BODY_BYTES_PER_S = 64 << 10
 PIECE_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
 """Of what is streamed in or out; more goes through a temporary file."""
-UPLOADS_MAX = 16
+UPLOADS_MAX = 64
 """At once, over all runs: each may take disk."""
+UPLOADS_OF_RUN_MAX = 8
+"""At once, of one run: whoever sends slowly holds up its own ones only."""
+WAIT_SAID_S_MAX = 3600.0
+"""What a client is told to wait at most."""
 
 log = logging.getLogger("tangram.http")
 
 encode = msgspec.json.Encoder().encode
 
 STATUS_BY_CODE = {
+    "invalid_http": 400,
     "invalid_json": 400,
     "invalid_action": 422,
     "invalid_config": 422,
@@ -50,6 +58,7 @@ STATUS_BY_CODE = {
     "too_slow": 408,
     "conflict": 409,
     "too_large": 413,
+    "wrong_content_type": 415,
     "file_failed": 422,
     "refused": 429,
     "rate": 429,
@@ -129,7 +138,7 @@ def nothing() -> Response:
 
 
 def problem(fault: Fault, status: int, wait_s: float = 0.0) -> Response:
-    headers = {"retry-after": str(max(1, round(wait_s)))} if wait_s or fault.retry else {}
+    headers = {"retry-after": str(max(1, round(min(wait_s, WAIT_SAID_S_MAX))))} if wait_s or fault.retry else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(encode(Problem(error=fault)), status, headers, media_type="application/json")
@@ -174,8 +183,10 @@ class Door:
         if caller is None:
             if token:
                 self._guesses.wrong(address)
-                log.warning("wrong token address=%s", address)
+                log.warning("wrong token address=%r", address)
             raise Refusal("unauthorized", "expected a valid token: 'Authorization: Bearer TOKEN'")
+        if not token:
+            _require_this_machine(request)
         self._require_rate(caller)
         return caller
 
@@ -203,6 +214,21 @@ class Door:
         return problem(Fault(code="internal", message="a bug in Tangram; the log of the service has more"), 500)
 
 
+def _require_this_machine(request: Request) -> None:
+    """Where nobody needs a token, a browser of this machine must not act for the pages of others: not for one of
+    another origin, nor for one whose name was made to lead here."""
+    host = request.headers.get("host", "")
+    origin = request.headers.get("origin", "")
+    try:
+        is_here = is_loopback(urlsplit(f"//{host}").hostname or "")
+        is_own = not origin or urlsplit(origin).netloc == host
+    except ValueError:
+        is_here = is_own = False
+    if not (is_here and is_own):
+        said = "without a token only programs of this machine may ask, at an address such as http://127.0.0.1:7433"
+        raise Refusal("forbidden", f"{said}, not {host[:100]!r} from {origin[:100]!r}")
+
+
 def _fault(error: Exception) -> Fault | None:
     """None: it is a bug."""
     if isinstance(error, NotFound):
@@ -227,6 +253,9 @@ NOBODY = Caller("", "", False, Caps())
 
 async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int) -> Any:
     """Raises InvalidAction for what is no such record."""
+    kind = ask.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind not in (JSON, FORM):
+        raise Refusal("wrong_content_type", f"expected a body of {JSON}, got {kind[:100]!r}")
     body = await read_body(ask.request, bytes_max, "body_bytes_max")
     try:
         return decoder.decode(body)
@@ -237,6 +266,11 @@ async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int
         raise InvalidAction("body", _Said(error), "what the reference says of this request") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal("invalid_json", f"the body is no JSON: {error}") from None
+
+
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
+"""What curl says of whatever it sends; it is read as JSON all the same."""
 
 
 class _Said:
@@ -259,19 +293,23 @@ async def read_body(request: Request, bytes_max: int, limit: str) -> bytes:
 async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
     """Of a body, within its limits of size and time."""
     said = request.headers.get("content-length", "0")
-    size = 0
     if said.isdigit() and int(said) > bytes_max:
         raise _too_large(bytes_max, limit)
+    size, end_s = 0, asyncio.get_running_loop().time() + BODY_S
+    stream = request.stream()
+    while (part := await _next(stream, end_s + size / BODY_BYTES_PER_S)) is not None:
+        size += len(part)
+        if size > bytes_max:
+            raise _too_large(bytes_max, limit)
+        if part:
+            yield part
+
+
+async def _next(stream: AsyncIterator[bytes], end_s: float) -> bytes | None:
+    """None: that was all."""
     try:
-        async with asyncio.timeout(BODY_S) as deadline:
-            began = deadline.when() or 0.0
-            async for part in request.stream():
-                size += len(part)
-                if size > bytes_max:
-                    raise _too_large(bytes_max, limit)
-                deadline.reschedule(began + size / BODY_BYTES_PER_S)
-                if part:
-                    yield part
+        async with asyncio.timeout_at(end_s):
+            return await anext(stream, None)
     except TimeoutError:
         raise Refusal("too_slow", f"the body came slower than {BODY_BYTES_PER_S} bytes per second") from None
 
@@ -285,13 +323,16 @@ class Uploads:
 
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore(UPLOADS_MAX)
+        self._turn_by_space: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def spooled(self, request: Request, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
+    async def spooled(self, ask: Ask, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
         """What `use` makes of the body, as a file at its beginning."""
-        async with self._turn:
+        own = self._turn_by_space.get(ask.caller.space) or asyncio.Semaphore(UPLOADS_OF_RUN_MAX)
+        self._turn_by_space[ask.caller.space] = own
+        async with own, self._turn:
             with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
                 file = cast(BinaryIO, spool)
-                async for part in pieces(request, bytes_max, "file_bytes_max"):
+                async for part in pieces(ask.request, bytes_max, "file_bytes_max"):
                     if len(part) + file.tell() > SPOOL_BYTES:
                         await asyncio.to_thread(file.write, part)
                     else:

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 
 from tangram.service.api import STATUS_BY_CODE, Ask, Door, problem
@@ -54,7 +55,9 @@ def application(api: Api, door: Door) -> Starlette:
     routes.append(StarletteRoute("/openapi.json", door.open(openapi, "GET /openapi.json", public=True)))
     for path, content, media in _dashboard():
         routes.append(StarletteRoute(path, _file(content, media)))
-    return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+    app.router.redirect_slashes = False  # an address is right or wrong, and where to go is not for the Host to say
+    return app
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -64,7 +67,17 @@ async def _unknown(request: Request, error: Exception) -> Response:
         "not_found": "there is nothing at this address; GET /openapi.json lists what there is",
         "no_such_method": f"{request.method} is not for this address; GET /openapi.json lists what there is",
     }.get(code, str(error.detail))
-    return problem(Fault(code=code, message=said), STATUS_BY_CODE[code])
+    answer = problem(Fault(code=code, message=said), STATUS_BY_CODE[code])
+    if code == "no_such_method":
+        answer.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return answer
+
+
+def _methods(request: Request) -> set[str]:
+    """Of what is at its address."""
+    routes = [route for route in request.app.routes if isinstance(route, StarletteRoute)]
+    found = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return set[str]().union(*found)
 
 
 def _dashboard() -> list[tuple[str, bytes, str]]:

@@ -10,6 +10,7 @@ whoever tries cannot choose how much of one is alike.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -27,7 +28,8 @@ from tangram.service.wire import RUN, Caps, RunReply, RunRequest
 PREFIX = "tgr_"
 """So that a token that lies about is known for what it is."""
 TOKEN_BYTES = 32
-TOKEN_LENGTH_MAX = 200
+TOKEN_LENGTH_MAX = 512
+"""As the config takes them: what is longer is not even hashed."""
 RUNS_MAX = 1000
 ADMIN = "admin"
 """The name that stands before what the admin, or anybody on this machine, makes in no run's name."""
@@ -75,6 +77,8 @@ class Runs:
         self._record_by_run: dict[str, Record] = {}
         self._caller_by_hash: dict[bytes, Caller] = {}
         self._admin_hash = hash_of(admin_token) if admin_token else b""
+        self._turn = asyncio.Lock()
+        """Changes go one after the other: what is revoked while it is written does not come back."""
         for run in known:
             self._enter(run.name, run.token_hash, msgspec.msgpack.decode(run.record, type=Record))
 
@@ -105,30 +109,34 @@ class Runs:
             raise InvalidAction(
                 "run", name, "1 to 40 of a-z, 0-9 and '-', the first no '-'; not " + ", ".join(RESERVED)
             )
-        if name in self._record_by_run:
-            raise AdmissionRefused("run_exists", f"there is a run {name}; revoke it first, or change it with PATCH")
-        if len(self._record_by_run) >= RUNS_MAX:
-            raise AdmissionRefused("runs_max", f"there are {RUNS_MAX} runs, which is the most; revoke one")
-        token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-        record = Record(weight=asked.weight, caps=asked.caps, made_at=time.time())
-        await self._keep(name, hash_of(token), record)
-        return msgspec.structs.replace(self._reply(name), token=token)
+        async with self._turn:
+            if name in self._record_by_run:
+                said = f"there is a run {name}; revoke it first, or change it with PATCH"
+                raise AdmissionRefused("run_exists", said)
+            if len(self._record_by_run) >= RUNS_MAX:
+                raise AdmissionRefused("runs_max", f"there are {RUNS_MAX} runs, which is the most; revoke one")
+            token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+            record = Record(weight=asked.weight, caps=asked.caps, made_at=time.time())
+            await self._keep(name, hash_of(token), record)
+            return msgspec.structs.replace(self._reply(name), token=token)
 
     async def change(self, name: str, asked: RunRequest) -> RunReply:
-        record = msgspec.structs.replace(self.record(name), weight=asked.weight, caps=asked.caps)
-        await self._keep(name, self._hash_by_run[name], record)
-        return self._reply(name)
+        async with self._turn:
+            record = msgspec.structs.replace(self.record(name), weight=asked.weight, caps=asked.caps)
+            await self._keep(name, self._hash_by_run[name], record)
+            return self._reply(name)
 
     async def _keep(self, name: str, token_hash: bytes, record: Record) -> None:
         await self._facts.run_changed(name, token_hash, msgspec.msgpack.encode(record))
         self._enter(name, token_hash, record)
 
     async def revoke(self, name: str) -> None:
-        """Its token is no longer taken, from this moment on."""
-        self.record(name)
-        self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
-        del self._record_by_run[name]
-        await self._facts.run_removed(name)
+        """Its token is no longer taken, from the moment on when this begins."""
+        async with self._turn:
+            self.record(name)
+            self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
+            del self._record_by_run[name]
+            await self._facts.run_removed(name)
 
     def record(self, name: str) -> Record:
         found = self._record_by_run.get(name)

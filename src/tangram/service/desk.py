@@ -76,7 +76,18 @@ class Draining(ManagerError):
 class Live:
     """An action under way, as its callers see it."""
 
-    __slots__ = ("action", "looking", "makes_box", "seen_s", "settled", "started", "tail", "ticket", "work")
+    __slots__ = (
+        "action",
+        "cancelled",
+        "looking",
+        "makes_box",
+        "seen_s",
+        "settled",
+        "started",
+        "tail",
+        "ticket",
+        "work",
+    )
 
     def __init__(self, action: Action, work: AnyWork, tail: Tail | None, now: float) -> None:
         loop = asyncio.get_running_loop()
@@ -86,6 +97,8 @@ class Live:
         self.ticket: Ticket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.settled: asyncio.Future[Settled] = loop.create_future()
+        self.cancelled = False
+        """Somebody asked for that, perhaps before the orchestrator had it."""
         self.makes_box = False
         """It opens a sandbox: if it does not succeed, there is none."""
         self.looking = 0
@@ -278,6 +291,8 @@ class Desk:
         except (AdmissionRefused, InvalidInput) as error:
             await self._conclude(live, _refused(action.id, error))
             return
+        if live.cancelled:
+            self.orchestrator.cancel(action.id)
         ticket.started.add_done_callback(lambda _: _set(live.started))
         ticket.settled.add_done_callback(lambda done: self._on_settled(live, done))
 
@@ -358,13 +373,20 @@ class Desk:
         outcome = msgspec.structs.replace(settled.outcome, action=id, reason=outer(settled.outcome.reason))
         fault = settled.fault
         if fault is not None:
-            fault = msgspec.structs.replace(fault, message=outer(fault.message), value=outer(fault.value))
+            said = {"message": outer(fault.message), "value": outer(fault.value), "expected": outer(fault.expected)}
+            fault = msgspec.structs.replace(fault, **said)
         ended = Ended(outcome=outcome, executed=settled.executed, answer=settled.answer, fault=fault)
         return Reply(id=id, state="settled", settled=ended)
 
-    def cancel(self, caller: Caller, id: str) -> None:
+    async def cancel(self, caller: Caller, id: str) -> None:
         """A request: it settles when nothing of it is left. Nothing if it has settled."""
-        self.orchestrator.cancel(self.names(caller).inner("id", id))
+        inner = self.names(caller).inner("id", id)
+        live = self._lives.get(inner)
+        if live is not None:
+            live.cancelled = True
+            self.orchestrator.cancel(inner)
+        elif await self.journal.result(inner) is None:
+            raise NotFound("action", id)
 
     def acknowledge(self, caller: Caller, ids: Iterable[str]) -> None:
         names = self.names(caller)

@@ -7,16 +7,21 @@ last one, missing. One file per start of the service; that of the start before i
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from tangram.core.messages import Effect, Event
 from tangram.core.trace import Header, Recorder
 from tangram.errors import ManagerError
 
 FLUSH_BYTES = 64 << 10
+FLUSH_S = 1.0
+"""What happened is in the file after so many bytes, or with the first event after so long: whoever reads along sees it,
+and a service that is killed loses no more."""
 BYTES_MAX = 4 << 30
 """Then nothing more is written: some ten million actions, more than a simulation takes in a day."""
 
@@ -31,11 +36,12 @@ class EventLog:
         self._size = 0
         self._pending: list[bytes] = []
         self._pending_bytes = 0
+        self._flush_at = 0.0
         self._full = False
         try:
             if path.exists():
                 path.replace(path.with_name(f"{path.stem}.before{path.suffix}"))
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ManagerError(f"the event log {path} cannot be written: {error}", retry=False) from error
         self._put(self._recorder.header(header))
@@ -45,7 +51,8 @@ class EventLog:
         """An observer of the orchestrator."""
         if not self._full:
             self._put(self._recorder.lines(now, event, effects))
-            if self._pending_bytes > FLUSH_BYTES:
+            if self._pending_bytes > FLUSH_BYTES or now >= self._flush_at:
+                self._flush_at = now + FLUSH_S
                 self.flush()
 
     def _put(self, lines: bytes) -> None:
@@ -61,24 +68,48 @@ class EventLog:
         if self._size + len(data) > self._bytes_max:
             self._stop(f"it has {self._size} bytes, which is the most")
             return
+        written = 0
         try:
-            while data:
-                written = os.write(self._fd, data)
-                self._size += written
-                data = data[written:]
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
         except OSError as error:
+            written = data.rfind(b"\n", 0, written) + 1  # what was written of a line is cut off again
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size + written)
             self._stop(str(error))
+        self._size += written
 
     def _stop(self, why: str) -> None:
         self._full = True
         log.warning("event log ended path=%s: %s", self.path, why)
 
     def opened(self) -> tuple[BinaryIO, int]:
-        """All that was written so far, as a file, and its size. A line that was not written whole is left out."""
+        """All that was written so far, as a file that the reader closes, and its size. It ends there, however much is
+        written while it is read."""
         self.flush()
-        file = open(self.path, "rb")  # noqa: SIM115 - it is the reader's
-        return file, self._size
+        return cast(BinaryIO, _SoFar(os.dup(self._fd), self._size)), self._size
 
     def close(self) -> None:
         self.flush()
         os.close(self._fd)
+
+
+class _SoFar(io.RawIOBase):
+    """The beginning of a file that grows. Reads by position: the descriptor shares its own with whoever writes."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._fd, self._size = fd, size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        read = os.preadv(self._fd, [memoryview(buffer)[: self._size - self._at]], self._at)
+        self._at += read
+        return read
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._fd)
+        super().close()

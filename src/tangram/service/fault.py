@@ -18,7 +18,7 @@ from tangram.errors import (
 )
 
 VALUE_CHARACTERS_MAX = 500
-"""Of a value that was wrong: it may be as large as a request."""
+"""Of a value that was wrong, and of its name: both may be as large as a request."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,11 +68,9 @@ _INVALID: dict[str, type[InvalidInput]] = {
 def fault_of(error: TangramError) -> Fault:
     if isinstance(error, InvalidInput):
         code = next(code for code, kind in _INVALID.items() if isinstance(error, kind))
-        value = repr(error.value)
-        if len(value) > VALUE_CHARACTERS_MAX:
-            value = f"{value[:VALUE_CHARACTERS_MAX]}... ({len(value)} characters)"
-        message = f"{error.field}: expected {error.expected}, got {value}"
-        return Fault(code=code, message=message, field=error.field, value=value, expected=error.expected)
+        field, value = _shortened(error.field), _shortened(repr(error.value))
+        message = f"{field}: expected {error.expected}, got {value}"
+        return Fault(code=code, message=message, field=field, value=value, expected=error.expected)
     if isinstance(error, AdmissionRefused):
         return Fault(code="refused", message=error.reason, limit=error.limit)
     if isinstance(error, FileFailed):
@@ -80,3 +78,9 @@ def fault_of(error: TangramError) -> Fault:
     if isinstance(error, ManagerError):
         return Fault(code="manager_failed", message=str(error), retry=error.retry)
     return Fault(code="failed", message=str(error))
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= VALUE_CHARACTERS_MAX:
+        return text
+    return f"{text[:VALUE_CHARACTERS_MAX]}... ({len(text)} characters)"

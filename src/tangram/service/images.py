@@ -63,8 +63,8 @@ class OwnedImages:
         self.by_name[inner] = inner
 
     async def recall(self, names: Names, key: str) -> str:
-        inner = await self._images.recall_image(names.image_key(key))
-        return names.outer(inner) if inner in self.by_name else ""
+        image = await self._images.recall_image(names.image_key(key))
+        return names.known_as(image) if image else ""
 
     async def remember(self, names: Names, key: str, name: str) -> None:
         await self._images.remember_image(names.image_key(key), names.image(name))

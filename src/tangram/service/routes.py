@@ -155,7 +155,7 @@ class Api:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
     async def cancel(self, ask: Ask) -> Response:
-        self._desk.cancel(ask.caller, ask.part("id"))
+        await self._desk.cancel(ask.caller, ask.part("id"))
         return nothing()
 
     async def let_go(self, ask: Ask) -> Response:
@@ -203,7 +203,7 @@ class Api:
         async def write(file: BinaryIO) -> None:
             await self._manager.write(box, path, file.read(), mode=mode)
 
-        await self._uploads.spooled(ask.request, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
+        await self._uploads.spooled(ask, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
         return nothing()
 
     async def delete_file(self, ask: Ask) -> Response:
@@ -229,7 +229,7 @@ class Api:
     async def write_tree(self, ask: Ask) -> Response:
         box, path = self._box(ask)
         most = self._desk.limits.file_bytes_max
-        await self._uploads.spooled(ask.request, most, lambda file: self._manager.unpack(box, path, file))
+        await self._uploads.spooled(ask, most, lambda file: self._manager.unpack(box, path, file))
         return nothing()
 
     # ---- images ----
@@ -240,7 +240,7 @@ class Api:
                 await asyncio.to_thread(_copy, file, named)
                 return await self._manager.add_image(named.name)
 
-        image = await self._uploads.spooled(ask.request, self._desk.limits.file_bytes_max, add)
+        image = await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, add)
         return json_answer(ImageReply(name=await self._images.alias(self._desk.names(ask.caller), image)))
 
     async def forget_image(self, ask: Ask) -> Response:

@@ -47,7 +47,8 @@ class Sight:
         self._event_log = event_log
 
     def view(self, caller: Caller) -> View:
-        return self._picture.view(_run(caller))
+        found = self._picture.view(_run(caller))
+        return found if caller.admin else _without_others(found, caller.run)
 
     def timeline(self, after: int, limit: int, caller: Caller) -> Timeline:
         return self._picture.timeline(after, limit, _run(caller))
@@ -84,3 +85,24 @@ class Sight:
 
 def _run(caller: Caller) -> str | None:
     return None if caller.admin else caller.run
+
+
+OF_RUNS = ("running", "function", "endpoint")
+"""Pools that belong to one run begin with one of these words and its name."""
+
+
+def _without_others(view: View, run: str) -> View:
+    """Pools that belong to another run tell its name."""
+
+    def is_shown(kind: str) -> bool:
+        word, _, rest = kind.partition("/")
+        return word not in OF_RUNS or rest.partition("/")[0] == run
+
+    pools = tuple(pool for pool in view.pools if is_shown(pool.kind))
+    if len(pools) == len(view.pools):
+        return view
+    history = tuple(
+        msgspec.structs.replace(bucket, busy={kind: part for kind, part in bucket.busy.items() if is_shown(kind)})
+        for bucket in view.history
+    )
+    return msgspec.structs.replace(view, pools=pools, history=history)

@@ -2,7 +2,8 @@
 
 Owns a bounded part of it. Never holds the program back: what nobody read in time is skipped, and that is said. Promises
 that every byte is told once and in order, or counted as skipped, to any number of readers who may come late, go and
-come again.
+come again; and that a program which writes byte by byte costs no more memory than another, and a reader who waits no
+more than what is new.
 """
 
 from __future__ import annotations
@@ -14,12 +15,31 @@ from collections.abc import AsyncIterator
 from tangram.managers.work import STDOUT
 from tangram.service.wire import Chunk
 
+PIECE_BYTES = 16 << 10
+"""What is written in smaller ones is put together up to this size."""
+PIECE_OVERHEAD_BYTES = 256
+"""What a piece counts besides its bytes: a program that changes between its streams with every byte makes many."""
+
+
+class Piece:
+    """Bytes of one stream, one after the other."""
+
+    __slots__ = ("data", "offset", "stream")
+
+    def __init__(self, offset: int, stream: int, data: bytes) -> None:
+        self.offset = offset
+        self.stream = stream
+        self.data = bytearray(data)
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.data)
+
 
 class Tail:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._pieces: deque[tuple[int, int, bytes]] = deque()
-        """The offset of each, its stream and its bytes."""
+        self._pieces: deque[Piece] = deque()
         self._kept = 0
         self._end = 0
         """The offset of what comes next."""
@@ -31,11 +51,16 @@ class Tail:
         return self._kept
 
     def __call__(self, stream: int, data: bytes) -> None:
-        self._pieces.append((self._end, stream, data))
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last.stream == stream and len(last.data) + len(data) <= PIECE_BYTES:
+            last.data += data
+        else:
+            self._pieces.append(Piece(self._end, stream, data))
+            self._kept += PIECE_OVERHEAD_BYTES
         self._end += len(data)
         self._kept += len(data)
         while self._kept > self._bytes_max and len(self._pieces) > 1:
-            self._kept -= len(self._pieces.popleft()[2])
+            self._kept -= len(self._pieces.popleft().data) + PIECE_OVERHEAD_BYTES
         self._tell()
 
     def close(self) -> None:
@@ -62,18 +87,21 @@ class Tail:
             await news.wait()
 
     def _since(self, after: int) -> list[Chunk]:
+        new: list[Piece] = []
+        for piece in reversed(self._pieces):
+            if piece.end <= after:
+                break
+            new.append(piece)
         found = []
-        for offset, stream, data in self._pieces:
-            if offset + len(data) <= after:
-                continue
-            skipped, begin = max(0, offset - after), max(0, after - offset)
+        for piece in reversed(new):
+            begin = max(0, after - piece.offset)
             found.append(
                 Chunk(
-                    offset=offset + begin,
-                    stream="stdout" if stream == STDOUT else "stderr",
-                    data=data[begin:],
-                    skipped=skipped,
+                    offset=piece.offset + begin,
+                    stream="stdout" if piece.stream == STDOUT else "stderr",
+                    data=bytes(piece.data[begin:]),
+                    skipped=max(0, piece.offset - after),
                 )
             )
-            after = offset + len(data)
+            after = piece.end
         return found

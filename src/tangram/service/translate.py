@@ -7,6 +7,7 @@ its work is for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -18,6 +19,7 @@ from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
 from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, Hold, Open, Work
 from tangram.service.auth import Caller
+from tangram.service.view import HIDDEN
 from tangram.service.wire import AnyWork, Submission, require_name
 
 KINDS: dict[type[Work], tuple[str, ...]] = {
@@ -37,6 +39,12 @@ SEPARATOR = "/"
 """Between the space of a caller and a name that it chose."""
 ERRAND: dict[type[Work], float] = {Open: 0.2, Close: 0.1, Commit: 0.5}
 """Cores of work of ours on a sandbox."""
+
+
+UNITS_MAX = 1 << 53
+"""Of a demand: the last whole number that every number with a point can tell from its neighbours."""
+CHOICES_MAX = 64
+"""Admissible amounts that are named one by one."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +75,12 @@ class Names:
         return f"{self._space}{SEPARATOR}{require_name(field, name)}"
 
     def outer(self, text: str) -> str:
-        """A name, or a sentence with names in it, as the caller knows them."""
-        return text.replace(f"{self._space}{SEPARATOR}", "").replace(f"{self._space}:", "")
+        """A name, or a sentence with names in it, as the caller knows them: without its own space before them, and
+        without names of images of others, which a manager may list."""
+        for inner in self._images if ":" in text else ():
+            if not inner.startswith(f"{self._space}:"):
+                text = text.replace(inner, HIDDEN)
+        return re.sub(rf"(?<![\w./:-]){re.escape(self._space)}[/:]", "", text)
 
     def image(self, name: str) -> str:
         """To open a sandbox from."""
@@ -80,6 +92,12 @@ class Names:
             own = [repr(each.removeprefix(start)) for each in sorted(self._images) if each.startswith(start)]
             raise InvalidAction("sandbox.image", name, f"one of {', '.join([repr(HOST_IMAGE), *own])}")
         return image
+
+    def known_as(self, image: str) -> str:
+        """The name of an image of the store; empty: it is none of this caller."""
+        start = f"{self._space}:"
+        return next((name.removeprefix(start) for name, found in self._images.items()
+                     if found == image and name.startswith(start)), "")  # fmt: skip
 
     def own_image(self, name: str) -> str:
         """To make, or to forget."""
@@ -154,6 +172,8 @@ def _work(asked: Submission, caller: Caller, names: Names, rules: Rules) -> AnyW
 
 def _demand(asked: Submission, work: AnyWork, caller: Caller, rules: Rules) -> Demand:
     given = dict(asked.demand.pools) if asked.demand is not None else {}
+    for kind, amounts in given.items():
+        _require_amounts(kind, amounts)
     speedup = asked.demand.speedup if asked.demand is not None else None
     own = _own_pools(asked, work, caller, given)
     quotas = {kind: amounts for kind, amounts in given.items() if kind in rules.quota_pools}
@@ -168,6 +188,14 @@ def _demand(asked: Submission, work: AnyWork, caller: Caller, rules: Rules) -> D
     if caller.caps.running_max is not None:
         pools[running_pool(caller.run)] = fixed(1)
     return Demand(pools, speedup)
+
+
+def _require_amounts(kind: str, amounts: Amounts) -> None:
+    """Within what can be kept, and what a scheduler can go through for every action that waits."""
+    if max(amounts.max, amounts.step) > UNITS_MAX:
+        raise InvalidAction("demand", {kind: max(amounts.max, amounts.step)}, f"at most {UNITS_MAX} units")
+    if len(amounts.choices) > CHOICES_MAX:
+        raise InvalidAction("demand", {kind: f"{len(amounts.choices)} choices"}, f"at most {CHOICES_MAX}")
 
 
 def _own_pools(asked: Submission, work: AnyWork, caller: Caller, given: dict[str, Amounts]) -> dict[str, Amounts]:
