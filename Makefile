@@ -19,6 +19,10 @@ MISSING := $(strip $(shell \
   command -v catatonit >/dev/null || echo catatonit; \
   command -v setpriv >/dev/null || echo util-linux))
 
+# The browser that the dashboard is tested in.
+BROWSER := $(VENV)/.browser
+NO_BROWSER := $(strip $(shell command -v chromium >/dev/null || echo chromium))
+
 # Tried in this order. A name that exists may still be too old or an empty shim, so each one is run.
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 
@@ -37,7 +41,7 @@ mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools
 	@$(VENV)/bin/python examples/mixed/mixed.py --report build/mixed.html $(ARGS)
 
 # Bounded, because on a large machine one process per core would mostly start processes.
-test: $(STAMP) $(SYSTEM) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
+test: $(STAMP) $(SYSTEM) $(BROWSER) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
 	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
 test-cgroup-v2: $(STAMP) $(SYSTEM) ## run tests on a kernel with cgroup v2, in a virtual machine; ARGS as for test
@@ -67,6 +71,9 @@ endif
 ifneq ($(MISSING),)
 $(SYSTEM): FORCE
 endif
+ifneq ($(NO_BROWSER),)
+$(BROWSER): FORCE
+endif
 .PHONY: FORCE
 FORCE:
 
@@ -84,6 +91,17 @@ $(SYSTEM): | $(STAMP)
 	echo "Sandboxes need what is missing here. On Debian or Ubuntu:" >&2
 	echo "    sudo apt-get install $(MISSING)" >&2
 	echo "Going on without: tests of sandboxes are skipped, and commands run in the backend process, which isolates nothing." >&2
+
+$(BROWSER): | $(STAMP)
+	@touch $@
+	if [ -z "$(NO_BROWSER)" ]; then exit 0; fi
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	  echo "installing $(NO_BROWSER)"
+	  export DEBIAN_FRONTEND=noninteractive
+	  apt-get install -y -qq --no-install-recommends $(NO_BROWSER) >/dev/null 2>&1 && exit 0
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(NO_BROWSER) >/dev/null && exit 0
+	fi
+	echo "Going on without a browser: tests of the dashboard are skipped. On Debian: sudo apt-get install chromium" >&2
 
 # The build backend goes in first and the build runs in .venv, because constraints do not reach pip's isolated builds.
 $(STAMP): pyproject.toml constraints.txt
