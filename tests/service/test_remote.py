@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.client.conftest import why_not
 from tests.models.bytes_engine import expected
 from tests.service.shared import serving, shared
 
+import tangram
 from tangram import Quota, Rate
 from tangram.client.client import Client, connect
 from tangram.client.sync import connect_sync
@@ -223,3 +226,52 @@ def test_the_same_without_await(tmp_path: Path) -> None:
             assert box.exec("cat a").stdout == "1"
 
     asyncio.run(main())
+
+
+# ---- functions ----------------------------------------------------------------------------------------------------
+
+
+def double(number: float) -> float:
+    return 2 * number
+
+
+@tangram.function(cpus=1, memory="128MiB")
+def declared(number: float) -> float:
+    return double(number)
+
+
+@tangram.function(cpus=1, memory="128MiB")
+def reward(text: str, wanted: float) -> dict[str, Any]:
+    print("scored", text)
+    return {"score": declared(wanted), "user": os.getuid(), "cores": len(os.sched_getaffinity(0))}
+
+
+@tangram.function(cpus=1, memory="128MiB")
+def broken() -> None:
+    raise LookupError("no such thing")
+
+
+def test_functions_of_a_module_run_in_sandboxes_with_all_that_they_use(tmp_path: Path) -> None:
+    reason = why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+    async def test(t: Client) -> None:
+        result = await t.try_call(reward, "an answer", 21)
+        assert result.check() == {"score": 42, "user": 61999, "cores": 1}, "it ran outside of a sandbox"
+        assert result.stdout == "scored an answer\n"
+        found = await t.try_call(broken)
+        assert found.kind == "error" and found.error is not None and "no such thing" in found.error.message
+        assert await t.gather(*(t.call(declared, n) for n in range(6))) == [2 * n for n in range(6)]
+
+    play(tmp_path, test, backend="sandbox", cores=2)
+    assert list((tmp_path / "state" / "owners").iterdir()) == []
+
+
+def test_a_service_without_walls_runs_no_functions(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        assert (await t.try_call(declared, 1)).kind == "refused"
+
+    play(tmp_path, test, backend="process")

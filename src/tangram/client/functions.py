@@ -7,6 +7,7 @@ did, and that no caller shares the deadline or the cancellation of another.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -14,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Protocol, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,7 +35,7 @@ from tangram.errors import (
     ManagerError,
 )
 from tangram.managers.functions.recall import Recall
-from tangram.managers.functions.shipping import arguments_of, by_value, code_of, is_importable, title_of
+from tangram.managers.functions.shipping import arguments_of, bare, by_value, code_of, is_importable, title_of
 from tangram.managers.functions.work import (
     INSTANCES_MAX,
     MEMORY_BYTES_MIN,
@@ -122,6 +123,10 @@ class Function(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<tangram.function {self.title}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """To where Tangram is not, the plain function goes: a copy of a function is the function."""
+        return (copy.copy, (self.__tangram_function__,)) if bare.get() else super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_specs": {}}

@@ -224,7 +224,7 @@ class Orchestrator:
         if action.id in self._tickets:
             raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
         if isinstance(work, Open):
-            self._reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
+            self.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
         self._tickets[action.id] = ticket
         self._all_settled.clear()
         if isinstance(work, Close) and action.sandbox not in self._node_by_sandbox:
@@ -249,7 +249,7 @@ class Orchestrator:
             await undisturbed(_done(ticket.settled))
             raise
 
-    def _reserve(self, sandbox: str, memory_mib: int, run: str, node: str = "") -> None:
+    def reserve(self, sandbox: str, memory_mib: int, run: str, node: str = "") -> None:
         """Memory for a sandbox to come. Raises AdmissionRefused."""
         for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run, node=node)):
             if isinstance(effect, Refuse) and effect.action == sandbox:
@@ -257,7 +257,7 @@ class Orchestrator:
 
     def adopt(self, sandbox: str, memory_mib: int, run: str, node: str) -> None:
         """A sandbox that a manager has kept from before. Raises AdmissionRefused if there is no room for it."""
-        self._reserve(sandbox, memory_mib, run, node)
+        self.reserve(sandbox, memory_mib, run, node)
         self._node_by_sandbox[sandbox] = node
 
     def tell(self, event: Event) -> None:
@@ -269,7 +269,7 @@ class Orchestrator:
         node = self._node_by_sandbox.get(sandbox)
         if node is not None:  # otherwise it was never made
             await self.end_sandbox(sandbox, node)
-        self._release(sandbox)
+        self.release(sandbox)
 
     async def end_sandbox(self, sandbox: str, node: str) -> None:
         """One that a manager has, whether or not it is known here. Raises ManagerError."""
@@ -279,7 +279,8 @@ class Orchestrator:
         if ended.lost:
             raise ManagerError(ended.lost)
 
-    def _release(self, sandbox: str) -> None:
+    def release(self, sandbox: str) -> None:
+        """It is gone, and its memory is free."""
         self._node_by_sandbox.pop(sandbox, None)
         self._send(Release(sandbox=sandbox))
 
@@ -390,7 +391,7 @@ class Orchestrator:
         sandbox = ticket.action.sandbox
         try:
             if settled.outcome.status is Status.SUCCEEDED:
-                self._release(sandbox)
+                self.release(sandbox)
             else:
                 await self.discard(sandbox)
         except (ManagerError, OSError) as error:

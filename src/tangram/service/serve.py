@@ -28,7 +28,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
 from tangram.errors import InvalidConfig
 from tangram.managers.base import Executor, Manager
-from tangram.managers.functions import EndpointManager, Post
+from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManager, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quota import Quota, QuotaManager, Rate
@@ -195,7 +195,14 @@ class _Parts:
         scheduler = Scheduler(policy(config.service.policy), pools, limits=config.scheduler)
         self.event_log = _event_log(config, pools)
         self.picture = Picture(scheduler, version=VERSION, durability=config.service.durability)
+        functions = BoxedFunctionManager(
+            self.manager,
+            lambda sandbox, memory_mib, run: self.orchestrator.adopt(sandbox, memory_mib, run, node),
+            lambda sandbox: self.orchestrator.release(sandbox),
+        )
         executors: dict[type[Work], Executor] = {Hold: held, Post: EndpointManager()}
+        if self.manager.isolates and self.manager.backend != "fake":
+            executors[Call] = functions
         if models is not None:
             executors[Infer] = models
         observers = [each for each in (self.picture, self.event_log) if each is not None]
@@ -211,6 +218,7 @@ class _Parts:
         rules = Rules(
             quota_pools=quota_pools(held.all()),
             services=frozenset(service.name for service in config.services),
+            functions=Call in executors,
             capture_bytes_max=config.limits.body_bytes_max,
         )
         self.desk = Desk(

@@ -163,7 +163,7 @@ def _work(asked: Submission, caller: Caller, names: Names, rules: Rules) -> AnyW
     if isinstance(work, Call):
         if not rules.functions:
             raise AdmissionRefused("functions", "this service runs no functions: it has no sandboxes for them")
-        return Call(function=msgspec.structs.replace(work.function, paths=()), arguments=work.arguments)
+        return work
     if isinstance(work, Post) and not work.endpoint.url.startswith(rules.endpoints or ("\0",)):
         known = ", ".join(rules.endpoints) or "none"
         raise AdmissionRefused("endpoints", f"the service calls no address but those that begin with: {known}")

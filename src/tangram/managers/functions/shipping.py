@@ -11,6 +11,7 @@ import marshal
 import pickle
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,10 @@ def title_of(function: Callable[..., Any]) -> str:
     """Its module and its name in there."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{getattr(function, '__module__', '?')}.{name}"
+
+
+bare: ContextVar[bool] = ContextVar("bare", default=False)
+"""What is being pickled goes to where Tangram is not: a declared function goes as the plain one that it declares."""
 
 
 def is_importable(function: Callable[..., Any]) -> bool:
@@ -53,6 +58,7 @@ def code_of(function: Callable[..., Any]) -> bytes:
 def by_value(function: Callable[..., Any], *, whole: bool = False) -> bytes:
     """`whole`: what its module defines goes along, because the module is not where it goes to."""
     module = sys.modules.get(getattr(function, "__module__", None) or "") if whole else None
+    going_away = bare.set(whole)
     try:
         return _dumped(function, module)
     except TangramError:
@@ -60,6 +66,8 @@ def by_value(function: Callable[..., Any], *, whole: bool = False) -> bytes:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise InvalidAction(title_of(function), said, "a function that can be pickled; put it into a module") from error
+    finally:
+        bare.reset(going_away)
 
 
 def arguments_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -1,0 +1,233 @@
+"""The host of one function of one run: its instance sandboxes, from none to the limit and back to none.
+
+Owns which instance is idle, which one ends when, and the memory that is reserved for each. Promises that there are
+never more sandboxes than the function may have, those included that are being opened or removed, that one which may not
+be used again never is, and that closing leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tangram.core.action import Action
+from tangram.core.demand import CPU, Demand, fixed
+from tangram.core.messages import Grant
+from tangram.errors import AdmissionRefused, FileFailed, ManagerError
+from tangram.managers.base import Manager
+from tangram.managers.functions.boxed_parcel import parcel
+from tangram.managers.functions.boxed_program import DIRECTORY
+from tangram.managers.functions.work import FunctionSpec
+from tangram.managers.work import MIB, PROCESSES_MAX, Close, Open, SandboxSpec
+
+PREFIX = "function-"
+"""Of the names of instance sandboxes. Those of tenants have a '/' in them, which these never have."""
+ALLOWANCE_BYTES = 128 * MIB
+"""Of memory, above what the function may use: the program that it is forked from, its arguments and its answer on their
+way through."""
+DISK_BYTES = 256 * MIB
+"""Of what calls write to files, which counts as memory."""
+OWN_PROCESSES = 8
+"""Besides those of a call: the first process of a sandbox, the held program, and who reads and writes files."""
+
+NOTHING = Demand({CPU: fixed(1)})
+"""Of an action that is never granted anything; a demand cannot be empty."""
+
+Reserve = Callable[[str, int, str], None]
+"""Of a sandbox: its name, MiB of memory, and the run. Raises AdmissionRefused."""
+Release = Callable[[str], None]
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all hosts have in common."""
+
+    manager: Manager
+    reserve: Reserve
+    release: Release
+    image: str
+    reclaim: Callable[[AdmissionRefused, str], Awaitable[bool]]
+    """Removes an idle instance of some function for the sake of this run. False: there is none."""
+
+
+class BoxedInstance:
+    """One sandbox."""
+
+    def __init__(self, name: str, run: str) -> None:
+        self.name = name
+        self.run = run
+        self.holds = True
+        """A held program serves its calls; without, each is a program of its own."""
+        self.calls = 0
+        self.idle_since = 0.0
+        self.idle_timer: asyncio.TimerHandle | None = None
+
+
+class BoxedHost:
+    def __init__(self, spec: FunctionSpec, run: str, around: Surroundings, on_empty: Callable[[], None]) -> None:
+        self.spec = spec
+        self.run = run
+        self.around = around
+        self._on_empty = on_empty
+        self._loop = asyncio.get_running_loop()
+        self._instances: set[BoxedInstance] = set()
+        """All whose sandboxes exist, or may exist."""
+        self.idle: list[BoxedInstance] = []
+        """The one that was used last is used next, so that the others become superfluous."""
+        self._removals: dict[BoxedInstance, asyncio.Task[None]] = {}
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self.users = 0
+        """Calls that are under way."""
+
+    @property
+    def instances(self) -> int:
+        return len(self._instances)
+
+    def sandbox_spec(self) -> SandboxSpec:
+        spec = self.spec
+        return SandboxSpec(
+            image=self.around.image,
+            memory_bytes=spec.memory_bytes + ALLOWANCE_BYTES,
+            disk_bytes=DISK_BYTES,
+            processes_max=min(spec.processes_max + OWN_PROCESSES, PROCESSES_MAX),
+            network=False,
+            user="agent",
+        )
+
+    # ---- instances for calls ----
+
+    def take_idle(self) -> BoxedInstance | None:
+        if not self.idle:
+            return None
+        instance = self.idle.pop()
+        self._disarm(instance)
+        return instance
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._instances) < self.spec.max_instances
+
+    def turn(self) -> asyncio.Future[None]:
+        """Done when there may be an instance, or room for one."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def next_turn(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        if not self._instances and not self.users:
+            self._on_empty()
+
+    async def open(self, action: Action, grant: Grant) -> BoxedInstance:
+        """A new one, with everything in it that a call needs. Raises AdmissionRefused, InvalidAction, ManagerError."""
+        assert self.has_room, "whoever opens an instance has seen that there is room"
+        instance = BoxedInstance(f"{PREFIX}{secrets.token_hex(8)}", self.run)
+        self._instances.add(instance)
+        try:
+            await self._reserve(instance)
+        except BaseException:
+            self._forget(instance)
+            raise
+        try:
+            await self._open(instance, action, grant)
+        except BaseException as error:
+            self.discard(instance)
+            if isinstance(error, FileFailed):
+                raise ManagerError(f"function {self.spec.name} does not fit into its sandbox: {error}") from error
+            raise
+        return instance
+
+    async def _reserve(self, instance: BoxedInstance) -> None:
+        """Who is idle makes room for who is not."""
+        while True:
+            try:
+                self.around.reserve(instance.name, -(-self.sandbox_spec().memory_bytes // MIB), self.run)
+                return
+            except AdmissionRefused as refused:
+                if not await self.around.reclaim(refused, self.run):
+                    raise
+
+    async def _open(self, instance: BoxedInstance, action: Action, grant: Grant) -> None:
+        manager, spec = self.around.manager, self.sandbox_spec()
+        lease = await manager.start(inside(action, instance), grant, Open(spec=spec))
+        ended = await lease.wait()
+        if ended.lost:
+            raise ManagerError(ended.lost)
+        tar: io.BytesIO = parcel(self.spec, image=spec.image, disk_bytes=spec.disk_bytes)
+        await manager.unpack(instance.name, DIRECTORY, tar)
+
+    def give_back(self, instance: BoxedInstance) -> None:
+        """It can be used again."""
+        instance.idle_since = self._loop.time()
+        self.idle.append(instance)
+        instance.idle_timer = self._loop.call_later(self.spec.idle_s, self.discard, instance)
+        self.next_turn()
+
+    # ---- their end ----
+
+    def discard(self, instance: BoxedInstance) -> asyncio.Task[None]:
+        """It is used no more. The task is done when its sandbox is gone."""
+        self._disarm(instance)
+        if instance in self.idle:
+            self.idle.remove(instance)
+        removal = self._removals.get(instance)
+        if removal is None:
+            removal = self._removals[instance] = self._loop.create_task(self._remove(instance))
+        return removal
+
+    async def _remove(self, instance: BoxedInstance) -> None:
+        """One that cannot be removed keeps its memory, which is still in use."""
+        try:
+            await close_sandbox(self.around.manager, instance.name)
+            self.around.release(instance.name)
+        except (ManagerError, OSError) as error:
+            said = f"sandbox {instance.name} of function {self.spec.name} is left behind"
+            context: dict[str, Any] = {"message": said, "exception": error}
+            self._loop.call_exception_handler(context)
+        finally:
+            del self._removals[instance]
+            self._forget(instance)
+
+    def _forget(self, instance: BoxedInstance) -> None:
+        self._instances.discard(instance)
+        self.next_turn()
+
+    def _disarm(self, instance: BoxedInstance) -> None:
+        if instance.idle_timer is not None:
+            instance.idle_timer.cancel()
+            instance.idle_timer = None
+
+    def leave(self) -> None:
+        """A call is over."""
+        self.users -= 1
+        if not self._instances and not self.users:
+            self._on_empty()
+
+    async def close(self) -> None:
+        for instance in list(self._instances):
+            self.discard(instance)
+        while self._removals:
+            await asyncio.wait(self._removals.values())
+
+
+async def close_sandbox(manager: Manager, name: str) -> None:
+    """Raises ManagerError."""
+    action = Action(id=name, demand=NOTHING, sandbox=name, kind="close")
+    lease = await manager.start(action, Grant(action.id, "", (), 0), Close())
+    ended = await lease.wait()
+    if ended.lost:
+        raise ManagerError(ended.lost)
+
+
+def inside(action: Action, instance: BoxedInstance) -> Action:
+    """The action in the sandbox of the instance."""
+    return msgspec.structs.replace(action, sandbox=instance.name)
