@@ -100,6 +100,9 @@ class ServiceConfig(Table, frozen=True, kw_only=True):
     """A file to which every event is appended as a line of JSON."""
     policy: valid.Policy = "adaptive"
     """The scheduling policy."""
+    endpoints: valid.Addresses = ()
+    """HTTP function endpoints that the service calls in the name of its callers: addresses that begin so, and no
+    others."""
     sandboxes_on_stop: Annotated[valid.OnStop, one_of(valid.OnStop)] = "keep"
     """Whether sandboxes outlive the service, so that the next one takes them over, or are closed when it stops."""
 
@@ -164,6 +167,8 @@ class RunLimits(Table, frozen=True, kw_only=True):
     """A sandbox that nobody used for so long is closed."""
     hold_idle_s: valid.Seconds = 60.0
     """Whoever holds a part of a quota and says nothing for so long has lost it."""
+    network: valid.Flag = False
+    """Whether sandboxes may have the network of the machine, where the service itself listens."""
     output_bytes_max: valid.Size = 4 * MIB
     """Output of one action that is kept for whoever streams it and is slow."""
     connections_max: valid.Count = 10_000

@@ -11,7 +11,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from tangram.core.action import ID_LENGTH_MAX
 from tangram.core.demand import CPU, GPU, MEMORY
@@ -171,6 +171,15 @@ def is_loopback(host: str) -> bool:
 # ---- several values ----
 
 
+def _addresses(value: object) -> tuple[str, ...]:
+    """With the "/" nobody can go on with the name of another host."""
+    found = tuple(value) if isinstance(value, list | tuple) else (None,)
+    for each in found:
+        if not isinstance(each, str) or not re.fullmatch(r"https?://[^/@\s]+/[^\s]*", each):
+            raise ValueError
+    return cast(tuple[str, ...], found)
+
+
 def _degrees(value: object) -> tuple[int, ...]:
     degrees = tuple(value) if isinstance(value, list | tuple) else ()
     if not degrees or not all(type(degree) is int and 0 < degree <= COUNT_MAX for degree in degrees):
@@ -226,5 +235,9 @@ QuotaName = Annotated[str, Valid(f"1 to {ID_LENGTH_MAX} printable characters wit
 Listen = Annotated[str, Valid('an address such as "127.0.0.1:7433", "[::1]:7433" or "example.org:7433"', _listen)]
 Policy = Annotated[str, Valid(f"one of {', '.join(POLICIES)}", _policy)]
 EngineName = Annotated[str, Valid('"module:name" of an engine', _engine)]
+Addresses = Annotated[
+    tuple[str, ...],
+    Valid('beginnings of addresses, each with a "/" after the host, such as ["https://judge.example/"]', _addresses),
+]
 Degrees = Annotated[tuple[int, ...], Valid("increasing powers of two, such as [1, 2, 4]", _degrees)]
 Arguments = Annotated[dict[str, Any], Valid("a table of values by name", _arguments)]

@@ -219,6 +219,8 @@ class _Parts:
             quota_pools=quota_pools(held.all()),
             services=frozenset(service.name for service in config.services),
             functions=Call in executors,
+            endpoints=config.service.endpoints,
+            network=config.limits.network,
             capture_bytes_max=config.limits.body_bytes_max,
         )
         self.desk = Desk(
