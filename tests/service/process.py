@@ -79,6 +79,14 @@ class Process:
                 time.sleep(0.01)
         raise AssertionError(f"not ready: {self.log}")
 
+    def ended(self) -> int:
+        """Its exit code, when it has ended by itself."""
+        running, self._running = self._running, None
+        assert running is not None and running.stdout is not None
+        code = running.wait(timeout=60.0)
+        running.stdout.close()
+        return code
+
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 

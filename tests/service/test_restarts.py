@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from tests.client.conftest import why_not
 from tests.service.process import Process
 
 from tangram.client.client import Client, connect
+from tangram.client.remote import Wire
 from tangram.core.action import Status
 from tangram.errors import ManagerError
 
@@ -65,7 +68,8 @@ def test_a_sandbox_is_there_after_a_restart_with_its_files_and_what_ran_in_it(ke
             await box.exec("(while :; do date +%s%N > beat; sleep 0.01; done) > /dev/null 2>&1 &")
             image = await box.commit("made")
             await restarted(kept, kill=kill)
-            assert (await box.exec("cat file; sleep 0.2; cat beat > before; sleep 0.2; cmp -s before beat")).exit_code
+            beats = "cp beat before; for n in $(seq 600); do cmp -s before beat || exit 0; sleep 0.05; done; exit 1"
+            assert (await box.exec(beats)).ok, "what ran in the background does not run any more"
             assert await box.read_text("file") == "kept"
             async with t.sandbox(image=image, memory="128MiB") as other:
                 assert (await other.exec("cat file")).stdout == "kept"
@@ -176,5 +180,120 @@ def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:
         second = Process(tmp_path / "service", backend="fake")
         with pytest.raises(AssertionError, match=f"belongs to process {process.pid}"):
             second.start()
-        assert second._running is not None and second._running.wait(60.0) == 2
-        second._running.stdout.close()  # type: ignore[union-attr]
+        assert second.ended() == 2
+
+
+# ---- the journal, seen from outside -------------------------------------------------------------------------------
+
+
+async def noted(wire: Wire, count: int, text: str) -> list[str]:
+    """Ids of actions that have settled, and whose results nobody took away."""
+    ids = [f"a{n}" for n in range(count)]
+    for id in ids:
+        body = {"id": id, "sandbox": "box", "work": {"type": "Exec", "command": f"echo {text}"}}
+        await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+    return ids
+
+
+@asynccontextmanager
+async def asking(url: str, reconnect_s: float = 60.0) -> AsyncIterator[Wire]:
+    wire = Wire(url, "", "", reconnect_s)
+    await wire.open()
+    try:
+        yield wire
+    finally:
+        await wire.close()
+
+
+OPEN = {"id": "open", "sandbox": "box", "work": {"type": "Open", "spec": {}}}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small disk")
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=0700", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(small_disk: Path) -> None:
+    process = Process(small_disk, backend="fake")
+    process.start()
+
+    async def fill() -> list[str]:
+        acknowledged = []
+        async with asking(process.url, reconnect_s=0.0) as wire:
+            await wire.ask("POST", "/v1/actions", OPEN, wait_s=30.0)
+            for n in range(10_000):
+                body = {"id": f"a{n}", "sandbox": "box", "work": {"type": "Exec", "command": f"echo {'x' * 50_000}"}}
+                try:
+                    reply = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+                except ManagerError:
+                    return acknowledged
+                assert b"succeeded" in reply
+                acknowledged.append(f"a{n}")
+        raise AssertionError("the disk was never full")
+
+    acknowledged = asyncio.run(fill())
+    assert process.ended() == 2
+    assert "cannot be used" in process.log and acknowledged
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+
+    async def look() -> None:
+        async with asking(process.url) as wire:
+            for id in acknowledged:
+                assert b"succeeded" in await wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0)
+
+    with process:
+        asyncio.run(look())
+
+
+def test_a_log_that_was_cut_is_said_and_what_was_committed_before_is_there(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+
+    async def fill() -> list[str]:
+        async with asking(process.url) as wire:
+            await wire.ask("POST", "/v1/actions", OPEN, wait_s=30.0)
+            return await noted(wire, 20, "kept")
+
+    process.start()
+    ids = asyncio.run(fill())
+    process.kill()
+    wal = process.folder / "journal.db-wal"
+    os.truncate(wal, wal.stat().st_size - 100)
+
+    async def look() -> None:
+        async with asking(process.url) as wire:
+            for id in ids[:-1]:
+                assert b"succeeded" in await wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0)
+
+    with process:
+        asyncio.run(look())
+    assert "log" in process.log.split("recovered=")[2].splitlines()[0], process.log
+
+
+def test_a_database_that_is_damaged_is_a_clear_stop(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+    process.start()
+    process.stop()
+    path = process.folder / "journal.db"
+    content = bytearray(path.read_bytes())
+    content[100:4000] = os.urandom(3900)
+    path.write_bytes(content)
+    with pytest.raises(AssertionError, match="is damaged"):
+        process.start()
+    assert process.ended() == 2
+    assert path.read_bytes() == content, "something was changed"
+
+
+def test_a_journal_that_others_could_write_is_refused(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+    process.folder.chmod(0o777)
+    with pytest.raises(AssertionError, match="journal"):
+        process.start()
+    assert process.ended() == 2

@@ -29,7 +29,7 @@ from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare,
 from tangram.service.auth import Caller
 from tangram.service.fault import fault_of
 from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal, Phase
+from tangram.service.journal import Journal, JournalFailed, Phase
 from tangram.service.orchestrator import Orchestrator, Settled, Ticket
 from tangram.service.tail import Tail
 from tangram.service.translate import (
@@ -214,9 +214,11 @@ class Desk:
             live, is_mine = self._enter(caller.space, action, work, follow=asked.follow), True
         try:
             known = await self.journal.submitted(action.id, action.run, encode(action), encode(work))
-        except BaseException:
+        except BaseException as error:
             if is_mine:
                 self._leave(live)
+            if isinstance(error, JournalFailed):
+                self.orchestrator.fail(error)
             raise
         if known is not None and known.phase is Phase.SETTLED:
             if is_mine:

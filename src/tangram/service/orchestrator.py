@@ -145,6 +145,8 @@ class Orchestrator:
         self._closing = False
         self._paused = False
         self._broken: Exception | None = None
+        self._left: Exception | None = None
+        """What those hear who wait for actions that are left to the memory."""
 
     # ---- its life ----
 
@@ -170,8 +172,9 @@ class Orchestrator:
         try:
             if not self._paused:
                 await undisturbed(self._drain())
-            elif self._tickets:
-                self._break(ManagerError("the service has stopped; the action is kept, and goes on when it is back"))
+            elif self._tickets and self._broken is None:
+                self._left = ManagerError("the service has stopped; the action is kept, and goes on when it is back")
+                self._break(self._left)
         finally:
             try:
                 for alarm in self._alarms:
@@ -191,7 +194,7 @@ class Orchestrator:
         try:
             await self._tasks.__aexit__(type(cancelled) if cancelled else None, cancelled, None)
         except BaseExceptionGroup as errors:
-            if self._paused and errors.exceptions[0] is self._broken:
+            if errors.exceptions[0] is self._left:
                 return
             raise errors.exceptions[0] from None
 
@@ -312,6 +315,10 @@ class Orchestrator:
             self._break(error)
             raise
         return effects
+
+    def fail(self, error: Exception) -> None:
+        """Its memory has failed outside of an action: nothing more can be promised."""
+        self._break(error)
 
     def _break(self, error: Exception) -> None:
         """A bug, or a trace that cannot be written: nothing more can be decided. Whoever waits hears of it."""
