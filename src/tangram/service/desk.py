@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from itertools import count
 
@@ -30,35 +29,28 @@ from tangram.service.auth import Caller
 from tangram.service.fault import fault_of
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal, JournalFailed, Phase
-from tangram.service.orchestrator import Orchestrator, Settled, Ticket
-from tangram.service.tail import Tail
+from tangram.service.lives import Live, Lives
+from tangram.service.orchestrator import Orchestrator, Settled
+from tangram.service.remembering import decode_settled, encode
+from tangram.service.tail import EndedTails, Tail
 from tangram.service.translate import (
     ERRAND,
-    SEPARATOR,
     Names,
     Rules,
     endpoint_pool,
     function_pool,
     running_pool,
+    space_of,
     translated,
 )
 from tangram.service.wire import AnyWork, Chunk, Ended, Reply, SandboxReply, Submission
 
 SWEEP_S = 5.0
 """How often what was left behind is looked for."""
-OUTPUTS_BYTES_MAX = 256 << 20
-"""Of all outputs that have ended and may still be asked for."""
-OUTPUT_KEEP_S = 60.0
-"""After the end of its action."""
 FUNCTIONS_MAX = 1000
 """Functions and endpoints of one run: each has a pool."""
 
 log = logging.getLogger("tangram.service")
-
-encode = msgspec.msgpack.Encoder().encode
-decode_action = msgspec.msgpack.Decoder(Action).decode
-decode_work = msgspec.msgpack.Decoder(AnyWork).decode
-decode_settled = msgspec.msgpack.Decoder(Settled).decode
 
 
 class NotFound(ManagerError):
@@ -71,90 +63,6 @@ class NotFound(ManagerError):
 class Draining(ManagerError):
     def __init__(self) -> None:
         super().__init__("the service is being stopped and takes nothing more; try again when it is back")
-
-
-class Live:
-    """An action under way, as its callers see it."""
-
-    __slots__ = (
-        "action",
-        "cancelled",
-        "looking",
-        "makes_box",
-        "seen_s",
-        "settled",
-        "started",
-        "tail",
-        "ticket",
-        "work",
-    )
-
-    def __init__(self, action: Action, work: AnyWork, tail: Tail | None, now: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.action = action
-        self.work = work
-        self.tail = tail
-        self.ticket: Ticket | None = None
-        self.started: asyncio.Future[None] = loop.create_future()
-        self.settled: asyncio.Future[Settled] = loop.create_future()
-        self.cancelled = False
-        """Somebody asked for that, perhaps before the orchestrator had it."""
-        self.makes_box = False
-        """It opens a sandbox: if it does not succeed, there is none."""
-        self.looking = 0
-        """Requests that wait for it."""
-        self.seen_s = now
-        """When somebody last asked after it."""
-
-    @property
-    def state(self) -> str:
-        if self.settled.done():
-            return "settled"
-        if self.ticket is None or not self.ticket.attempt:
-            return "queued"
-        return "starting" if self.ticket.lease is None else "running"
-
-
-class Box:
-    """A sandbox that a caller has."""
-
-    __slots__ = ("active", "run", "space", "spec", "used_s")
-
-    def __init__(self, space: str, run: str, spec: SandboxSpec, now: float) -> None:
-        self.space = space
-        self.run = run
-        self.spec = spec
-        self.active = 0
-        self.used_s = now
-
-
-class Remembering:
-    """The memory of the orchestrator: all that callers asked for, in the journal. What the service does for itself has
-    no caller's space before its id, and is not missed after its end."""
-
-    def __init__(self, journal: Journal, images: OwnedImages, node: str) -> None:
-        self._journal = journal
-        self._images = images
-        self._node = node
-
-    async def starting(self, ticket: Ticket) -> None:
-        if SEPARATOR in ticket.action.id:
-            await self._journal.starting(ticket.action.id, ticket.attempt)
-
-    async def settled(self, ticket: Ticket, settled: Settled) -> None:
-        action, work = ticket.action, ticket.work
-        if SEPARATOR not in action.id:
-            return
-        done = self._journal.settled(action.id, encode(settled))
-        if isinstance(work, Open) and settled.outcome.status is Status.SUCCEEDED:
-            spec = encode(work.spec)
-            await asyncio.gather(self._journal.sandbox_opened(action.sandbox, action.run, self._node, spec), done)
-        elif isinstance(work, Commit) and settled.outcome.status is Status.SUCCEEDED:
-            await asyncio.gather(self._images.committed(work.image), done)
-        elif isinstance(work, Close) and settled.outcome.status is not Status.LOST:
-            await asyncio.gather(self._journal.sandbox_closed(action.sandbox), done)
-        else:
-            await done
 
 
 class Desk:
@@ -183,15 +91,11 @@ class Desk:
         self.rules = rules
         self._node = node
         self._now = now
-        self._lives: dict[str, Live] = {}
-        self._boxes: dict[str, Box] = {}
-        self._count_by_space: Counter[str] = Counter()
-        self._boxes_by_space: Counter[str] = Counter()
+        self._lives = Lives(now)
+        self._tails = EndedTails(now)
         self._functions_by_space: dict[str, set[str]] = {}
         self._warm = warm
         self._numbers = count(1)
-        self._ended_tails: OrderedDict[str, tuple[float, Tail]] = OrderedDict()
-        self._tail_bytes = 0
 
     def names(self, caller: Caller) -> Names:
         return Names(caller.space, self._images.by_name)
@@ -202,7 +106,7 @@ class Desk:
         """Returns when it is in the journal. Raises InvalidInput and AdmissionRefused for what is not taken in, of
         which nothing is kept."""
         action, work = translated(asked, caller, self.names(caller), self.rules)
-        live, is_mine = self._lives.get(action.id), False
+        live, is_mine = self._lives.actions.get(action.id), False
         if live is None:
             try:
                 self._require_room(caller, action, work)
@@ -211,7 +115,7 @@ class Desk:
                 if known_result is None:
                     raise
                 return decode_settled(known_result)  # it was taken in before, and asks for no room now
-            live, is_mine = self._enter(caller.space, action, work, follow=asked.follow), True
+            live, is_mine = self._enter(action, work, follow=asked.follow), True
         try:
             known = await self.journal.submitted(action.id, action.run, encode(action), encode(work))
         except BaseException as error:
@@ -232,52 +136,27 @@ class Desk:
     def _require_room(self, caller: Caller, action: Action, work: AnyWork) -> None:
         if self.draining:
             raise Draining
-        if isinstance(work, Exec | Commit) and action.sandbox not in self._boxes and action.sandbox not in self.gone:
+        if (
+            isinstance(work, Exec | Commit)
+            and action.sandbox not in self._lives.boxes
+            and action.sandbox not in self.gone
+        ):
             raise NotFound("sandbox", self.names(caller).outer(action.sandbox))
         most = caller.caps.waiting_max or self.limits.waiting_max
-        if self._count_by_space[caller.space] >= most:
+        if self._lives.actions_by_space[caller.space] >= most:
             said = f"this run has {most} actions under way, which is the most; wait until some have settled"
             raise AdmissionRefused("waiting_max", said)
         most = caller.caps.sandboxes_max or self.limits.sandboxes_max
-        if isinstance(work, Open) and self._boxes_by_space[caller.space] >= most:
+        if isinstance(work, Open) and self._lives.boxes_by_space[caller.space] >= most:
             raise AdmissionRefused("sandboxes_max", f"this run has {most} sandboxes, which is the most; close one")
 
-    def _enter(self, space: str, action: Action, work: AnyWork, *, follow: bool) -> Live:
-        now = self._now()
-        live = self._lives[action.id] = Live(action, work, Tail(self.limits.output_bytes_max) if follow else None, now)
-        self._count_by_space[space] += 1
-        if isinstance(work, Open) and action.sandbox not in self._boxes:
-            self._enter_box(space, action.sandbox, action.run, work.spec)
-            live.makes_box = True
-        box = self._boxes.get(action.sandbox)
-        if box is not None:
-            box.active += 1
-        return live
-
-    def _enter_box(self, space: str, sandbox: str, run: str, spec: SandboxSpec) -> None:
-        self._boxes[sandbox] = Box(space, run, spec, self._now())
-        self._boxes_by_space[space] += 1
+    def _enter(self, action: Action, work: AnyWork, *, follow: bool) -> Live:
+        return self._lives.enter(action, work, Tail(self.limits.output_bytes_max) if follow else None)
 
     def _leave(self, live: Live) -> None:
         """Nothing is known of it any more but what the journal has."""
-        action = live.action
-        if self._lives.pop(action.id, None) is None:
-            return
-        self._count_by_space[_space(action.id)] -= 1
-        box = self._boxes.get(action.sandbox)
-        if box is not None:
-            box.active -= 1
-            box.used_s = self._now()
-            if _ends_box(live):
-                self._forget_box(action.sandbox)
-        if live.tail is not None:
-            live.tail.close()
-            self._keep_tail(action.id, live.tail)
-
-    def _forget_box(self, sandbox: str) -> None:
-        box = self._boxes.pop(sandbox, None)
-        if box is not None:
-            self._boxes_by_space[box.space] -= 1
+        if self._lives.leave(live) and live.tail is not None:
+            self._tails.keep(live.action.id, live.tail)
 
     async def _begin(self, live: Live) -> None:
         """Hand it to the orchestrator. What that refuses settles: it was acknowledged to the journal already."""
@@ -288,7 +167,7 @@ class Desk:
             await self._conclude(live, Settled(outcome=outcome))
             return
         try:
-            self._announce(_space(action.id), live.work)
+            self._announce(space_of(action.id), live.work)
             ticket = live.ticket = self.orchestrator.submit(action, live.work, live.tail)
         except (AdmissionRefused, InvalidInput) as error:
             await self._conclude(live, _refused(action.id, error))
@@ -348,7 +227,7 @@ class Desk:
     async def look(self, caller: Caller, id: str, *, wait_s: float, until_started: bool = False) -> Reply:
         """What has become of an action, after waiting so long for it to settle, or to start."""
         inner = self.names(caller).inner("id", id)
-        live = self._lives.get(inner)
+        live = self._lives.actions.get(inner)
         if live is not None:
             return await self.wait(caller, live, id, wait_s=wait_s, until_started=until_started)
         result = await self.journal.result(inner)
@@ -383,7 +262,7 @@ class Desk:
     async def cancel(self, caller: Caller, id: str) -> None:
         """A request: it settles when nothing of it is left. Nothing if it has settled."""
         inner = self.names(caller).inner("id", id)
-        live = self._lives.get(inner)
+        live = self._lives.actions.get(inner)
         if live is not None:
             live.cancelled = True
             self.orchestrator.cancel(inner)
@@ -394,29 +273,17 @@ class Desk:
         names = self.names(caller)
         for id in ids:
             inner = names.inner("id", id)
-            if inner not in self._lives:
+            if inner not in self._lives.actions:
                 self.journal.fetched(inner)
-                self._drop_tail(inner)
+                self._tails.drop(inner)
 
     def follow(self, caller: Caller, id: str, after: int) -> AsyncIterator[Chunk]:
         inner = self.names(caller).inner("id", id)
-        live = self._lives.get(inner)
-        tail = live.tail if live is not None else self._ended_tails.get(inner, (0.0, None))[1]
+        live = self._lives.actions.get(inner)
+        tail = live.tail if live is not None else self._tails.get(inner)
         if tail is None:
             raise NotFound("output that can be followed, of action", id)
         return tail.follow(after)
-
-    def _keep_tail(self, id: str, tail: Tail) -> None:
-        """For a while: whoever follows it may not even have begun."""
-        self._ended_tails[id] = (self._now(), tail)
-        self._tail_bytes += tail.bytes_kept
-        while self._tail_bytes > OUTPUTS_BYTES_MAX:
-            self._drop_tail(next(iter(self._ended_tails)))
-
-    def _drop_tail(self, id: str) -> None:
-        found = self._ended_tails.pop(id, None)
-        if found is not None:
-            self._tail_bytes -= found[1].bytes_kept
 
     # ---- quotas ----
 
@@ -440,17 +307,17 @@ class Desk:
     # ---- sandboxes ----
 
     def sandboxes(self, caller: Caller) -> list[SandboxReply]:
-        names = [name for name, box in self._boxes.items() if caller.admin or box.space == caller.space]
+        names = [name for name, box in self._lives.boxes.items() if caller.admin or box.space == caller.space]
         return [self.sandbox_reply(caller, name) for name in names]
 
     def sandbox_reply(self, caller: Caller, inner: str) -> SandboxReply:
-        box = self._boxes[inner]
+        box = self._lives.boxes[inner]
         return SandboxReply(name=self.names(caller).outer(inner), run=box.run, node=self._node, spec=box.spec)
 
     def sandbox(self, caller: Caller, name: str) -> str:
         """Its name here, if it is open and the caller's."""
         inner = self.names(caller).inner("sandbox", name)
-        box = self._boxes.get(inner)
+        box = self._lives.boxes.get(inner)
         if box is None:
             if inner in self.gone:
                 raise ManagerError(f"sandbox {name} is gone: {self.gone[inner]}", retry=False)
@@ -463,11 +330,11 @@ class Desk:
         await self._discard(self.sandbox(caller, name))
 
     async def _discard(self, inner: str) -> None:
-        for live in [live for live in self._lives.values() if live.action.sandbox == inner]:
+        for live in self._lives.of_box(inner):
             self.orchestrator.cancel(live.action.id)
         await self.orchestrator.discard(inner)
         await self.journal.sandbox_closed(inner)
-        self._forget_box(inner)
+        self._lives.leave_box(inner)
 
     # ---- runs ----
 
@@ -478,13 +345,13 @@ class Desk:
 
     async def end_run(self, space: str) -> None:
         """Its actions are cancelled and its sandboxes closed; then its results go."""
-        lives = [live for live in self._lives.values() if _space(live.action.id) == space]
+        lives = self._lives.of_space(space)
         for live in lives:
             self.orchestrator.cancel(live.action.id)
             self._quotas.let_go(live.action.id)
         if lives:
             await asyncio.wait({live.settled for live in lives})
-        for name in [name for name, box in self._boxes.items() if box.space == space]:
+        for name in [name for name, box in self._lives.boxes.items() if box.space == space]:
             await self._discard(name)
         for kind in self._functions_by_space.pop(space, ()):
             self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0)))
@@ -495,16 +362,13 @@ class Desk:
 
     async def sweep(self) -> None:
         now = self._now()
-        for live in list(self._lives.values()):
+        for live in list(self._lives.actions.values()):
             if isinstance(live.work, Hold) and not live.looking and now - live.seen_s > self.limits.hold_idle_s:
                 log.warning("hold expired action=%s: its holder was silent", live.action.id)
                 self.orchestrator.cancel(live.action.id)
                 self._quotas.let_go(live.action.id)
-        for id, (ended_s, _) in list(self._ended_tails.items()):
-            if now - ended_s <= OUTPUT_KEEP_S:
-                break
-            self._drop_tail(id)
-        for name, box in list(self._boxes.items()):
+        self._tails.sweep()
+        for name, box in list(self._lives.boxes.items()):
             if not box.active and now - box.used_s > self.limits.sandbox_idle_s and not self.draining:
                 log.warning("sandbox closed sandbox=%s: nobody used it for %.0f s", name, self.limits.sandbox_idle_s)
                 try:
@@ -517,11 +381,11 @@ class Desk:
     def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
         """A sandbox that outlived the service before this one. Raises AdmissionRefused if it has no room here."""
         self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
-        self._enter_box(_space(sandbox), sandbox, run, spec)
+        self._lives.enter_box(sandbox, run, spec)
 
     async def resume(self, action: Action, work: AnyWork) -> None:
         """An action of the journal, queued again."""
-        await self._begin(self._enter(_space(action.id), action, work, follow=False))
+        await self._begin(self._enter(action, work, follow=False))
 
     async def conclude(self, action: str, status: Status, reason: str) -> None:
         """An action of the journal that has ended with the service before this one."""
@@ -536,18 +400,6 @@ def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:
 def _refused(action: str, error: AdmissionRefused | InvalidInput) -> Settled:
     outcome = Outcome(action=action, status=Status.REFUSED, reason=str(error))
     return Settled(outcome=outcome, fault=fault_of(error))
-
-
-def _ends_box(live: Live) -> bool:
-    """Whether its end is that of its sandbox. One that was never begun ends none."""
-    status = live.settled.result().outcome.status if live.settled.done() else Status.REFUSED
-    if isinstance(live.work, Close):
-        return status not in (Status.LOST, Status.REFUSED)
-    return live.makes_box and status is not Status.SUCCEEDED
-
-
-def _space(inner: str) -> str:
-    return inner.partition(SEPARATOR)[0]
 
 
 def _set(future: asyncio.Future[None]) -> None:

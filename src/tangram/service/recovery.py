@@ -16,8 +16,9 @@ import msgspec
 from tangram.core.action import Status
 from tangram.errors import AdmissionRefused
 from tangram.managers.work import Close, Open, SandboxSpec
-from tangram.service.desk import Desk, decode_action, decode_work
+from tangram.service.desk import Desk
 from tangram.service.journal import Phase, Recovered
+from tangram.service.remembering import decode_action, decode_work
 
 log = logging.getLogger("tangram.service")
 

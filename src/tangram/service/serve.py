@@ -36,7 +36,7 @@ from tangram.managers.work import GIB, Hold, Work
 from tangram.service.api import Door
 from tangram.service.app import application
 from tangram.service.auth import Runs
-from tangram.service.desk import SWEEP_S, Desk, Remembering, quota_pools
+from tangram.service.desk import SWEEP_S, Desk, quota_pools
 from tangram.service.event_log import EventLog
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal
@@ -45,6 +45,7 @@ from tangram.service.metrics import Metrics
 from tangram.service.orchestrator import Orchestrator
 from tangram.service.picture import Picture
 from tangram.service.recovery import Report, recover
+from tangram.service.remembering import Remembering
 from tangram.service.routes import Api
 from tangram.service.sight import Sight
 from tangram.service.translate import Rules

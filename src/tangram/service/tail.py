@@ -9,11 +9,16 @@ more than what is new.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
 
 from tangram.managers.work import STDOUT
 from tangram.service.wire import Chunk
+
+OUTPUTS_BYTES_MAX = 256 << 20
+"""Of all outputs that have ended and may still be asked for."""
+OUTPUT_KEEP_S = 60.0
+"""After the end of its action."""
 
 PIECE_BYTES = 16 << 10
 """What is written in smaller ones is put together up to this size."""
@@ -105,3 +110,36 @@ class Tail:
             )
             after = piece.end
         return found
+
+
+class EndedTails:
+    """Outputs of actions that have ended, kept for a while: whoever follows one may not even have begun."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._tails: OrderedDict[str, tuple[float, Tail]] = OrderedDict()
+        """With the time of their end, the oldest first."""
+        self._bytes = 0
+
+    def get(self, id: str) -> Tail | None:
+        found = self._tails.get(id)
+        return None if found is None else found[1]
+
+    def keep(self, id: str, tail: Tail) -> None:
+        tail.close()
+        self._tails[id] = (self._now(), tail)
+        self._bytes += tail.bytes_kept
+        while self._bytes > OUTPUTS_BYTES_MAX:
+            self.drop(next(iter(self._tails)))
+
+    def drop(self, id: str) -> None:
+        found = self._tails.pop(id, None)
+        if found is not None:
+            self._bytes -= found[1].bytes_kept
+
+    def sweep(self) -> None:
+        now = self._now()
+        for id, (ended_s, _) in list(self._tails.items()):
+            if now - ended_s <= OUTPUT_KEEP_S:
+                break
+            self.drop(id)

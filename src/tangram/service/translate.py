@@ -213,6 +213,10 @@ def _own_pools(asked: Submission, work: AnyWork, caller: Caller, given: dict[str
     return {}
 
 
+def space_of(inner: str) -> str:
+    return inner.partition(SEPARATOR)[0]
+
+
 def function_pool(space: str, work: Call) -> str:
     return f"function/{space}/{work.function.name}".replace("@", "-")
 

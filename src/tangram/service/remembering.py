@@ -1,0 +1,52 @@
+"""The memory of the orchestrator: the journal, and how what it keeps is written.
+
+Owns the encoding of actions, work and ends. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from tangram.core.action import Action, Status
+from tangram.managers.work import Close, Commit, Open
+from tangram.service.images import OwnedImages
+from tangram.service.journal import Journal
+from tangram.service.orchestrator import Settled, Ticket
+from tangram.service.translate import SEPARATOR
+from tangram.service.wire import AnyWork
+
+encode = msgspec.msgpack.Encoder().encode
+decode_action = msgspec.msgpack.Decoder(Action).decode
+decode_work = msgspec.msgpack.Decoder(AnyWork).decode
+decode_settled = msgspec.msgpack.Decoder(Settled).decode
+
+
+class Remembering:
+    """The memory of the orchestrator: all that callers asked for, in the journal. What the service does for itself has
+    no caller's space before its id, and is not missed after its end."""
+
+    def __init__(self, journal: Journal, images: OwnedImages, node: str) -> None:
+        self._journal = journal
+        self._images = images
+        self._node = node
+
+    async def starting(self, ticket: Ticket) -> None:
+        if SEPARATOR in ticket.action.id:
+            await self._journal.starting(ticket.action.id, ticket.attempt)
+
+    async def settled(self, ticket: Ticket, settled: Settled) -> None:
+        action, work = ticket.action, ticket.work
+        if SEPARATOR not in action.id:
+            return
+        done = self._journal.settled(action.id, encode(settled))
+        if isinstance(work, Open) and settled.outcome.status is Status.SUCCEEDED:
+            spec = encode(work.spec)
+            await asyncio.gather(self._journal.sandbox_opened(action.sandbox, action.run, self._node, spec), done)
+        elif isinstance(work, Commit) and settled.outcome.status is Status.SUCCEEDED:
+            await asyncio.gather(self._images.committed(work.image), done)
+        elif isinstance(work, Close) and settled.outcome.status is not Status.LOST:
+            await asyncio.gather(self._journal.sandbox_closed(action.sandbox), done)
+        else:
+            await done
