@@ -23,6 +23,7 @@ from tangram.core.demand import CORE
 from tangram.errors import ManagerError
 from tangram.managers.cpu import cgroupfs
 from tangram.managers.cpu.hierarchies import CPUSET, find_hierarchies, place
+from tangram.managers.cpu.machine import parse_list
 
 TOP = "tangram"
 """The group whose children are owners."""
@@ -110,6 +111,14 @@ class Group:
     def exists(self) -> bool:
         return any(directory.exists() for directory in self._directories())
 
+    def children(self) -> list[str]:
+        """Names of the groups directly below, in whichever hierarchy; sorted."""
+        found: set[str] = set()
+        for directory in self._directories():
+            with contextlib.suppress(OSError):
+                found.update(entry.name for entry in directory.iterdir() if entry.is_dir())
+        return sorted(found)
+
     @property
     def join_files(self) -> list[str]:
         """A process that writes 0 to each of these, in this order, is in the group with all that it forks from then
@@ -152,6 +161,31 @@ class Group:
         assert wanted, "a group without any CPU cannot run"
         self._set(CPUSET, "cpuset.cpus", ",".join(map(str, wanted)))
         return True
+
+    def set_bounds(self, *, limit: int, cpus: Iterable[int]) -> None:
+        """Of an owner: what all below it share. In version 1 no group may have more than the one above it, and those
+        of an owner that was there before may: they are made to fit first. No action runs meanwhile."""
+        wanted = sorted(set(cpus))
+        if self.version == 1:
+            for below in [*cgroupfs.tree(self._at["cpu"])][1:]:
+                self._fit(below / "cpu.cfs_quota_us", "-1")
+            if CPUSET in self._at:
+                top, *rest = cgroupfs.tree(self._at[CPUSET])
+                now = parse_list(cgroupfs.read(top / "cpuset.cpus"))
+                either = ",".join(map(str, sorted({*now, *wanted})))
+                only = ",".join(map(str, wanted))
+                for group, text in [(each, either) for each in (top, *rest)] + [(each, only) for each in rest[::-1]]:
+                    self._fit(group / "cpuset.cpus", text)
+        self.set_cpu(reserved=CORE, limit=limit)
+        self.set_cpus(wanted)
+
+    def _fit(self, path: Path, text: str) -> None:
+        try:
+            cgroupfs.write(path, text)
+        except FileNotFoundError:
+            pass  # its sandbox is going
+        except OSError as error:
+            raise ManagerError(f"{path}: the kernel refuses {text!r}: {error.strerror}") from error
 
     def set_memory(self, limit_bytes: int) -> None:
         """Beyond it the kernel kills a process of the group. Swap does not count as more memory."""

@@ -1,7 +1,8 @@
 """The sandbox manager: sandboxes on this machine that hold cores only while they act.
 
 Owns every sandbox that it opened, from its state directory to its control groups. Decides nothing: grants say who runs
-with how much. Promises what `managers.base` asks, and that sandboxes die with their owner.
+with how much. Promises what `managers.base` asks, and that sandboxes die with their owner. Those of an owner with a
+name do not: they stand still until the next process of that name adopts them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -20,29 +21,24 @@ from typing import Any, Self
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
-from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
+from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.base import FiledApart, Lease, Output
+from tangram.managers.cpu.adoption import Adoption
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.filing import Filing
 from tangram.managers.cpu.images import SANDBOX_UID, Image, ImageStore
+from tangram.managers.cpu.keeping import Keeping
 from tangram.managers.cpu.machine import Machine, has_user_namespaces
-from tangram.managers.cpu.owner import Owner, state_directory
+from tangram.managers.cpu.making import bubblewrap, steps
+from tangram.managers.cpu.owner import CALLED, Owner, state_directory
 from tangram.managers.cpu.programs import Placement, ProgramLease, SessionLease
+from tangram.managers.cpu.records import Record
 from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.seccomp import filter_program
-from tangram.managers.cpu.spawner import FILTER, INFO, INIT
 from tangram.managers.cpu.spawning import Spawning
 from tangram.managers.cpu.warm import Warm
 from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
 
-INODE_BYTES = 4096
-"""Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
-SHM_SHARE = 4
-"""Shared memory of a sandbox: this part of its memory limit."""
-MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
-ROOT_AT = "/mnt"
-"""Where, in its own mount namespace, the holder of a sandbox puts the root of it: every user may look there. The state
-directory may lie where only root may."""
 CLOSE_S_MAX = 10.0
 """Until its first process has ended; then its control group is killed all the same."""
 
@@ -85,9 +81,22 @@ class SandboxManager(FiledApart):
         memory_bytes: int | None = None,
         node: str = "local",
         warm: int = 0,
+        owner: str = "",
+        expected: Iterable[str] = (),
     ) -> None:
-        """`warm`: how many sandboxes that wait for a caller are kept at most."""
+        """`warm`: how many sandboxes that wait for a caller are kept at most. `owner`: the name under which sandboxes
+        are kept beyond the life of this process, and those of the last process of that name adopted; `expected`: the
+        sandboxes that the caller believes to be there."""
+        if owner and not CALLED.fullmatch(owner):
+            raise InvalidConfig("owner", owner, "up to 41 small letters, digits and '-', not '-' first")
         self.node = node
+        self.adopted: dict[str, SandboxSpec] = {}
+        """Sandboxes that were there before this process, by the name that the caller knows."""
+        self.missing: dict[str, str] = {}
+        """Those that were on record or expected and are not there, and why. A record that cannot be read says not of
+        whom it is: it stands under the name of its file."""
+        self._called = owner
+        self._expected = tuple(expected)
         self._state = state or state_directory()
         self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
         self._total = round(self._machine.cores * CORE)
@@ -105,6 +114,8 @@ class SandboxManager(FiledApart):
         self._place = Placement(self._cores)
         self._owner: Owner | None = None
         self._spawning: Spawning | None = None
+        self._renewing = asyncio.Lock()
+        """Held while a spawner is started."""
         self._filing: Filing = Filing(self._found, self._running_spawner)
 
     def pools(self) -> tuple[Pool, ...]:
@@ -121,19 +132,51 @@ class SandboxManager(FiledApart):
             raise ManagerError("sandboxes need root; use backend='process', which isolates nothing", retry=False)
         if missing:
             raise ManagerError(f"missing: {', '.join(missing)}; `tangram doctor` says more", retry=False)
-        self._owner = await asyncio.to_thread(Owner, self._state)
+        self._owner = owner = await asyncio.to_thread(Owner, self._state, self._called)
         try:
-            self._owner.group.set_cpu(reserved=CORE, limit=self._total)
-            self._owner.group.set_cpus(self._machine.cpus)
-            self._owner.group.delegate()
-            await asyncio.to_thread(self._tidy_images, self._owner.orphans)
+            await self._take_over()
+            await asyncio.to_thread(owner.group.set_bounds, limit=self._total, cpus=self._machine.cpus)
+            owner.group.delegate()
+            await asyncio.to_thread(self._tidy_images, owner.orphans)
             await self._running_spawner()
+            if owner.returns:
+                await self._forget_as_noted()
         except BaseException as error:
-            await asyncio.to_thread(self._owner.leave)
+            if owner.returns:
+                await self._leave_behind()
+            else:
+                await asyncio.to_thread(owner.leave)
             if isinstance(error, OSError):
                 raise ManagerError(f"the state directory {self._state} cannot be used: {error}", retry=False) from error
             raise
         return self
+
+    async def _take_over(self) -> None:
+        """What the last owner of this name left, if there is one."""
+        assert self._owner is not None
+        owner = self._owner
+        self.missing |= owner.missing
+        if owner.returns:
+            spawning, left, why_none = self._new_spawning(), {}, ""
+            try:
+                left = await spawning.attach(filter_program(), self._groups())
+                self._spawning = spawning
+            except ManagerError as error:
+                why_none = str(error)
+            adoption = Adoption(owner, left, why_none)
+            self._numbers = count(adoption.number_max + 1)
+            self._by_box = {sandbox.box: sandbox for sandbox in adoption.sandboxes()}
+            back = await asyncio.to_thread(adoption.take_over, list(self._by_box.values()))
+            self._by_box = {sandbox.box: sandbox for sandbox in back}
+            self._sandboxes = {sandbox.name: sandbox for sandbox in back}
+            self.missing |= adoption.missing
+            for box in [box for box in left if box not in self._by_box]:
+                with contextlib.suppress(ManagerError):  # it ends with its groups, if they were found
+                    await spawning.request("close", box=box)
+        self.adopted = {name: sandbox.spec for name, sandbox in self._sandboxes.items()}
+        for name in self._expected:
+            if name not in self.adopted:
+                self.missing.setdefault(name, "there is no record of it")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -142,15 +185,46 @@ class SandboxManager(FiledApart):
 
     async def _end(self) -> None:
         assert self._owner is not None
+        if self._called:
+            await self._end_warm()
+        if self._called and any(not sandbox.gone.done() for sandbox in self._sandboxes.values()):
+            await self._leave_behind()
+            return
         if self._spawning is not None:
             await self._spawning.stop()  # every sandbox dies with it
+        self._let_go()
+        await asyncio.to_thread(self._tidy_images, self._owner.images())
+        await asyncio.to_thread(self._owner.leave)
+
+    async def _leave_behind(self) -> None:
+        """The sandboxes, for the next process of this name."""
+        assert self._owner is not None
+        for sandbox in self._by_box.values():
+            sandbox.abandon()
+        if self._spawning is not None:
+            await self._spawning.leave()
+        self._let_go()
+        self._owner.let_go()
+
+    def _let_go(self) -> None:
         for sandbox in self._by_box.values():
             sandbox.close_descriptors()
         self._sandboxes.clear()
         self._by_box.clear()
         self._filing.close()
-        await asyncio.to_thread(self._tidy_images, self._owner.images())
-        await asyncio.to_thread(self._owner.leave)
+
+    async def _end_warm(self) -> None:
+        for sandbox in self._warm.take_all():
+            with contextlib.suppress(ManagerError, OSError):  # it goes with its owner, or at the next start
+                await self._end_sandbox(sandbox)
+
+    async def close_all(self) -> None:
+        """End every sandbox."""
+        await self._end_warm()
+        ended = await asyncio.gather(*[self._close(name) for name in list(self._sandboxes)])
+        lost = [each.lost for each in ended if each.lost]
+        if lost:
+            raise ManagerError("; ".join(lost))
 
     def _tidy_images(self, names: list[str]) -> None:
         """Forget these, and what was never finished. Blocks."""
@@ -162,12 +236,32 @@ class SandboxManager(FiledApart):
 
     async def _running_spawner(self) -> Spawning:
         """A spawner that died took its sandboxes along; new ones get a new one."""
-        if self._spawning is None:
-            self._spawning = Spawning(self._on_gone, self._on_spawner_end)
-            assert self._owner is not None
-            groups = [os.path.dirname(path) for path in self._owner.group.join_files]
-            await self._spawning.start(filter_program(), groups)
+        while self._spawning is None:
+            async with self._renewing:
+                if self._spawning is None:
+                    await self._start_spawner()
         return self._spawning
+
+    async def _start_spawner(self) -> None:
+        assert self._owner is not None
+        if self._owner.kept is not None:
+            await Keeping(self._owner.kept).end()  # the last one may not quite have ended
+        self._spawning = spawning = self._new_spawning()
+        try:
+            await spawning.start(filter_program(), self._groups())
+        except (ManagerError, OSError):
+            if self._spawning is spawning:
+                self._spawning = None
+            raise
+
+    def _new_spawning(self) -> Spawning:
+        assert self._owner is not None
+        return Spawning(self._on_gone, self._on_spawner_end, self._owner.kept)
+
+    def _groups(self) -> list[str]:
+        """The control groups of the owner, one in each hierarchy."""
+        assert self._owner is not None
+        return [os.path.dirname(path) for path in self._owner.group.join_files]
 
     def _on_gone(self, box: str, code: int) -> None:
         sandbox = self._by_box.get(box)
@@ -232,15 +326,26 @@ class SandboxManager(FiledApart):
 
     async def _open(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
         warm = self._warm.take(spec, image)
-        if warm is not None:
-            warm.name = name
-            self._sandboxes[name] = warm
-            return Ended()
         try:
-            self._sandboxes[name] = sandbox = await self._make(name, spec, image)
+            sandbox = warm or await self._make(name, spec, image)
+            await self._record(name, sandbox)
         except ManagerError as error:
             return Ended(lost=f"sandbox {name} could not be made: {error}")
-        return Ended(usage=Usage(cpu_s=sandbox.group.cpu_s()))
+        sandbox.name = name
+        self._sandboxes[name] = sandbox
+        return Ended() if warm else Ended(usage=Usage(cpu_s=sandbox.group.cpu_s()))
+
+    async def _record(self, name: str, sandbox: Sandbox) -> None:
+        """From now on it is the caller's, also after this process."""
+        assert self._owner is not None
+        if self._owner.records is None:
+            return
+        record = Record(name=name, box=sandbox.box, init=sandbox.init, spec=sandbox.spec, image=sandbox.image)
+        try:
+            self._owner.records.write(record)
+        except OSError as error:
+            await self._end_sandbox(sandbox)
+            raise ManagerError(f"its record cannot be written: {error}") from error
 
     async def _prepare(self, spec: SandboxSpec, image: Image) -> Ended:
         try:
@@ -264,9 +369,9 @@ class SandboxManager(FiledApart):
             reply = await spawning.open(
                 box,
                 groups=sandbox.prepare(),
-                prepare=_prepare(sandbox),
+                prepare=steps(sandbox),
                 init=shutil.which("catatonit"),
-                argv=_bubblewrap(sandbox),
+                argv=bubblewrap(sandbox),
                 env={"PATH": os.defpath},
                 uid=0 if spec.user == "root" else SANDBOX_UID,
                 rlimits={"nofile": spec.open_files_max, "core": 0},
@@ -303,6 +408,9 @@ class SandboxManager(FiledApart):
         return Ended()
 
     async def _end_sandbox(self, sandbox: Sandbox) -> None:
+        assert self._owner is not None
+        if self._owner.records is not None:
+            self._owner.records.remove(sandbox.box)
         sandbox.let_end()
         if not sandbox.gone.done() and self._spawning is not None:
             try:
@@ -326,10 +434,11 @@ class SandboxManager(FiledApart):
                 await spawning.request("copy", box=sandbox.box, source=f"{sandbox.directory}/upper", target=str(layer))
             finally:
                 sandbox.go_on()
-            aside = self.images.aside(image)
-            if aside and image in self._owner.images():
-                self._owner.keep_with(aside)
-            self._owner.keep_with(image)
+            if not self._called:  # an image of an owner with a name stays until it is forgotten
+                aside = self.images.aside(image)
+                if aside and image in self._owner.images():
+                    self._owner.keep_with(aside)
+                self._owner.keep_with(image)
             await asyncio.to_thread(self.images.seal, layer, name=image, base=sandbox.image)
         except BaseException as error:
             await asyncio.to_thread(self.images.discard, layer)
@@ -355,7 +464,20 @@ class SandboxManager(FiledApart):
 
     async def forget_image(self, name: str) -> None:
         """Once nothing stands on it any more."""
+        assert self._owner is not None
         self._forgotten[name] = self.images.forgettable(name).layers[0]
+        if self._called:
+            self._owner.keep_with(name)  # also if this process ends before that
+        await self._forget_unused()
+
+    async def _forget_as_noted(self) -> None:
+        """What the last owner of this name was asked to forget, while a sandbox stood on it."""
+        assert self._owner is not None
+        for name in self._owner.images():
+            try:
+                self._forgotten[name] = self.images.forgettable(name).layers[0]
+            except InvalidAction:
+                self._owner.let_stay(name)  # it has gone
         await self._forget_unused()
 
     async def _forget_unused(self) -> None:
@@ -368,60 +490,6 @@ class SandboxManager(FiledApart):
             self._owner.let_stay(name)
 
 
-# ---- how a sandbox is made ----------------------------------------------------------------------------------------
-
-
-def _prepare(sandbox: Sandbox) -> list[list[Any]]:
-    """Mounts below the sandbox's directory, in a namespace that vanishes with it. What it writes stays in memory, where
-    a limit is exact and costs nothing."""
-    at = str(sandbox.directory)
-    spec = sandbox.spec
-    flags = MS_NOSUID | MS_NODEV
-    size = f"size={spec.disk_bytes},nr_inodes={max(64, spec.disk_bytes // INODE_BYTES)},mode=0755"
-    layers = f"lowerdir={':'.join(sandbox.image.layers)},upperdir={at}/upper,workdir={at}/work"
-    return [
-        ["mount", "tmpfs", at, "tmpfs", flags, size],
-        ["mkdir", f"{at}/upper", SANDBOX_UID, 0o755],
-        ["mkdir", f"{at}/work", 0, 0o755],
-        ["mkdir", f"{at}/root", 0, 0o755],
-        ["mount", "overlay", f"{at}/root", "overlay", flags, layers],
-        ["mount", f"{at}/root", ROOT_AT, "none", MS_BIND, ""],
-    ]
-
-
-def _bubblewrap(sandbox: Sandbox) -> list[str]:
-    spec = sandbox.spec
-    as_root = ["--unshare-user", "--uid", "0", "--gid", "0"] if spec.user == "root" else ["--cap-drop", "ALL"]
-    become = ["setpriv", f"--reuid={SANDBOX_UID}", f"--regid={SANDBOX_UID}", "--clear-groups", "--"]
-    words = [
-        *([_which(become[0]), *become[1:]] if spec.user == "root" else []),
-        *(
-            _which("bwrap"),
-            "--unshare-pid",
-            "--unshare-ipc",
-            "--unshare-uts",
-            "--unshare-cgroup",
-            "--hostname",
-            "sandbox",
-        ),
-        *([] if spec.network else ["--unshare-net"]),
-        *("--die-with-parent", "--as-pid-1", "--info-fd", str(INFO), "--seccomp", str(FILTER)),
-        *as_root,
-        *("--bind", ROOT_AT, "/"),
-        *(["--ro-bind", "/usr", "/usr"] if sandbox.image.binds_usr else []),
-        *("--proc", "/proc", "--dev", "/dev"),
-        *("--size", str(spec.memory_bytes // SHM_SHARE), "--perms", "01777", "--tmpfs", "/dev/shm"),
-        *("--chdir", "/", "--", f"/proc/self/fd/{INIT}", "-P"),
-    ]
-    return words
-
-
 def _is_root(path: str) -> bool:
     """A directory that is a root file system, not the layout of an OCI image."""
     return os.path.isdir(path) and not os.path.exists(f"{path}/index.json")
-
-
-def _which(name: str) -> str:
-    found = shutil.which(name)
-    assert found is not None, f"{name} was there when the manager started"
-    return found

@@ -25,8 +25,8 @@ from tangram.managers.cpu.cores import Cores, Moves
 from tangram.managers.cpu.images import SANDBOX_UID
 from tangram.managers.cpu.sandbox import Sandbox, Slot
 from tangram.managers.cpu.session import Session
-from tangram.managers.cpu.spawning import ExecFailed, Program, Spawning
-from tangram.managers.streams import Stream, standard_input
+from tangram.managers.cpu.spawning import ExecFailed, KeptStream, Program, Spawning
+from tangram.managers.streams import standard_input
 from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import STDERR, STDOUT, WORKSPACE, Ended, Exec, Executed, inside
 
@@ -101,7 +101,7 @@ class ProgramLease:
         self._captures = (Capture(work.capture_bytes_max), Capture(work.capture_bytes_max))
         self._program: Program | None = None
         self._failure: ExecFailed | None = None
-        self._streams: tuple[Stream, ...] = ()
+        self._streams: tuple[KeptStream, ...] = ()
         self._began_at = self._loop.time()
         self._stopped: asyncio.Event | None = None
         """Given: it was asked to stop; set when nothing of it is left."""
@@ -128,7 +128,7 @@ class ProgramLease:
         self._program = await self._execute(argv, self.work.stdin)
 
     async def _execute(self, argv: list[str], stdin: bytes, extra: dict[int, int] | None = None) -> Program:
-        """`extra`: descriptors that the program gets besides its three streams, by their number there."""
+        """`extra`: descriptors that the shell of a session gets besides its three streams, by their number there."""
         extra = extra or {}
         source = standard_input(stdin)
         try:
@@ -143,7 +143,8 @@ class ProgramLease:
                 groups=self.slot.joins,
                 targets=(0, 1, 2, *extra),
                 affinity=self.slot.affinity,
-                told=bool(extra),
+                session=self.work.session,
+                streams=self._streams,
             )
         finally:
             os.close(source)
@@ -277,7 +278,7 @@ class ProgramLease:
         self._let_streams_go()
 
     def _let_streams_go(self) -> None:
-        self.sandbox.discard(self._streams)
+        self.sandbox.discard(self._spawning.drain(self.sandbox.box, self._streams))
 
 
 class SessionLease(ProgramLease):
@@ -289,6 +290,9 @@ class SessionLease(ProgramLease):
 
     async def _launch(self) -> None:
         name = self.work.session
+        if name in self.sandbox.sessions_lost:
+            self.sandbox.sessions_lost.remove(name)
+            self._say_lost()
         session = self.sandbox.sessions.get(name)
         if session is not None and session.busy:
             raise ManagerError(f"session {name} of sandbox {self.sandbox.name} runs a command already", retry=False)
@@ -312,6 +316,9 @@ class SessionLease(ProgramLease):
         """Its shell has ended between two commands: what it held is lost, and the caller must know."""
         del self.sandbox.sessions[self.work.session]
         session.close()
+        self._say_lost()
+
+    def _say_lost(self) -> NoReturn:
         self._shell_gone = True
         if self.sandbox.is_ending():
             raise ManagerError(f"sandbox {self.sandbox.name} is gone, and its sessions with it", retry=False)
@@ -377,9 +384,9 @@ BASE_ENVIRONMENT = {
 }
 
 
-def _stream(number: int) -> Stream:
+def _stream(number: int) -> KeptStream:
     """A program may open its stream again, as /dev/stdout."""
-    stream = Stream(number)
+    stream = KeptStream(number)
     os.fchown(stream.writer, SANDBOX_UID, SANDBOX_UID)
     return stream
 

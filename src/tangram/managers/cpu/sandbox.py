@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from tangram.managers.work import SandboxSpec
 SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
 """Version 1: memory and the number of processes are limited for the sandbox as a whole."""
 WHOLE_CONTROLLERS = ("memory", "pids")
+SLOT = re.compile(r"a[0-9]{1,6}")
 BACKGROUND_RESERVE = 10
 """Milli-cores, as weight: what was left running yields to actions."""
 MOVE_ROUNDS_MAX = 100
@@ -79,6 +81,8 @@ class Sandbox:
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it is no more."""
         self.sessions: dict[str, Session] = {}
+        self.sessions_lost: set[str] = set()
+        """Those whose shell ended with the last owner, and whose callers do not know it yet."""
         self._discarding: list[Stream] = []
         """Streams of actions that have ended, which what they left running still holds."""
         self._slots: list[Slot] = []
@@ -88,6 +92,8 @@ class Sandbox:
         self._files: Slot | None = None
         self._frozen = False
         self._ending = False
+        self._abandoned = False
+        """It belongs to the next owner: an action that has not quite ended touches nothing of it any more."""
         self._holds = 0
         """How many want it to stand still, whoever else wants it to run."""
         self._memory_kills = 0
@@ -126,6 +132,24 @@ class Sandbox:
                 self._background.freeze()
         return self._background
 
+    def take_over(self, init: int, sessions_lost: Iterable[str]) -> None:
+        """It comes from an owner that is gone: its groups are there, and its spawner has let all in it stand still or
+        end. Blocks."""
+        self.init = init
+        self.sessions_lost = set(sessions_lost)
+        there = self.group.children()
+        for number in range(1 + max([int(name[1:]) for name in there if SLOT.fullmatch(name)], default=-1)):
+            slot = self._make_slot(f"a{number}")
+            slot.group.kill()
+            slot.group.thaw()
+            slot.used()
+            self._slots.append(slot)
+            self._free.append(slot)
+        if "background" in there:
+            self._background_group().freeze()
+            self._frozen = True
+        self.new_memory_kills()
+
     # ---- actions ----
 
     def enter(self, *, weight: int, limit: int, cpus: tuple[int, ...]) -> Slot:
@@ -156,6 +180,8 @@ class Sandbox:
 
     def leave(self, slot: Slot) -> None:
         """Whatever still runs there goes to the background; without any action the sandbox stands still."""
+        if self._abandoned:
+            return
         if slot.group.processes():
             slot.group.freeze()  # whoever stands still does not fork while it is moved
             for _ in range(MOVE_ROUNDS_MAX):
@@ -174,6 +200,8 @@ class Sandbox:
 
     async def kill(self, slot: Slot) -> None:
         """Everything in the slot, and nothing else."""
+        if self._abandoned:
+            return
         for _ in range(KILL_ROUNDS_MAX):
             if slot.group.kill_round():
                 return
@@ -196,6 +224,9 @@ class Sandbox:
         """It is about to be killed: from now on nothing in it is made to stand still, for what does cannot die."""
         self._ending = True
         self.wake()
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
     # ---- standing still for a moment ----
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tangram.managers.cpu.spawning import Program
-from tangram.managers.streams import ShellStreams, Stream
+from tangram.managers.cpu.spawning import KeptStream, Program
+from tangram.managers.streams import ShellStreams
 
 GIVEN_AT = (10, 11)
 """The descriptors at which the shell finds its ends of the two pipes."""
@@ -18,7 +18,7 @@ GIVEN_AT = (10, 11)
 class Session:
     """A held shell: between its commands it rests in the background of its sandbox."""
 
-    def __init__(self, streams: tuple[Stream, Stream]) -> None:
+    def __init__(self, streams: tuple[KeptStream, KeptStream]) -> None:
         self.streams = streams
         self.program: Program | None = None
         self.width = 0

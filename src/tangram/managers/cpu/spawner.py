@@ -7,6 +7,9 @@ messages on its socket say, one reply each, and tells when a program has ended. 
 with it, that it dies with its owner (an end of the socket kills every sandbox), and that nothing which a sandbox does
 or says brings it down.
 
+The spawner of an owner with a name outlives it. Without an owner it kills what actions run in, lets the rest stand
+still, and waits on a socket in the directory of the owner for the next one. Without a sandbox it does not wait.
+
 A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed everything, dropped every
 privilege and taken on the filter of system calls, and then waits for one order. The spawner forks a sandbox's next
 runner as soon as the last one got its order, so that the next order finds it ready; for how many sandboxes is bounded
@@ -22,20 +25,23 @@ import errno
 import fcntl
 import functools
 import gc
+import importlib.util
 import json
 import os
 import resource
 import selectors
 import signal
 import socket
-import stat
 import struct
 import sys
-import tarfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+PROTOCOL = 1
+"""Of the messages between owner and spawner. Another number whenever an owner of before could be misunderstood."""
 
 MESSAGE_BYTES_MAX = 1 << 18
 """Of one request. The owner refuses longer ones."""
@@ -78,8 +84,11 @@ LOW_FDS = 16
 FIRST_TO_GO = b"500"
 """When the memory of a sandbox is used up, a program of it is killed rather than the sandbox."""
 
-END_S_MAX, END_PAUSE_S = 4.0, 0.005
-"""When the owner is gone: until everybody has ended, and between two looks."""
+DRAINED_MAX = 64
+"""Streams of one sandbox that are read though nobody wants them. The oldest are closed."""
+DRAIN_BYTES = 1 << 16
+SOCKET = "socket"
+"""Where the next owner finds the spawner, in the directory that it was given."""
 DESCRIPTORS_MAX = 1 << 16
 """Of the spawner: some ten for each sandbox. Children close all below this."""
 FILES_MIN = 128
@@ -92,11 +101,6 @@ _prctl = _libc.prctl
 _prctl.argtypes = [ctypes.c_int, *([ctypes.c_ulong] * 4)]  # converts arguments in a tenth of the time
 
 Message = dict[str, Any]
-
-# The names of users are looked up by code that the files of a sandbox choose (nsswitch.conf). They are not looked up.
-tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
-# As every Python did before filters were the default: what a tar of the caller holds is put into the sandbox as it is.
-tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member)
 
 
 class StepFailed(Exception):
@@ -117,6 +121,12 @@ class Runner:
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid = pid
         self.channel = channel
+        self.box: Box | None = None
+        """Where it carries out an order."""
+        self.session = ""
+        """Of the shell that it becomes; the caller's word."""
+        self.held: list[int] = []
+        """The other ends of the shell's streams: what it leaves running can write there when the owner is gone."""
         self.number = 0
         """Of the request that it carries out; 0: it is spare."""
         self.executes = False
@@ -134,16 +144,23 @@ class Box:
     def __init__(self, name: str, holder: int, init: int, request: Message) -> None:
         self.name = name
         self.holder = holder
+        self.init = init
         self.init_fd = os.pidfd_open(init)
         self.holder_fd = os.pidfd_open(holder)
         self.uid: int = request["uid"]
         self.rlimits: dict[str, int] = request["rlimits"]
         self.has_user_namespace = _namespace(init, "user") != _namespace(os.getpid(), "user")
         self.spare: Runner | None = None
+        self.closing = False
+        """It was told to end. Then nothing in it may stand still: what does cannot die."""
+        self.sessions_lost: set[str] = set()
+        """Those whose shell was killed because the owner was gone."""
+        self.drained: OrderedDict[int, None] = OrderedDict()
         self._joins: dict[str, int] = {}
 
     def kill(self) -> None:
         """The kernel kills everything in a process namespace whose first process ends."""
+        self.closing = True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
 
@@ -171,13 +188,21 @@ def _namespace(pid: int, kind: str) -> str:
 
 
 class Spawner:
-    def __init__(self, owner: socket.socket, owner_died: int) -> None:
-        """`owner_died`: a descriptor that can be read from when the owner has died."""
-        self._owner = owner
+    def __init__(self, halting: ModuleType, listener: socket.socket | None = None) -> None:
+        self._halting = halting
+        self._listener = listener
+        """Where the next owner comes to. None: there is none after the first."""
+        self._owner: socket.socket | None = None
+        self._owner_died = -1
+        self._leaving: socket.socket | None = None
+        """Of an owner that is gone: closed when everything stands still."""
+        self._halt_by_s = 0.0
+        self._number = 0
+        """Of the last request: the next owner goes on from there, so nothing is taken for an answer to it."""
+        self._at_work: dict[int, Runner | None] = {}
+        """Processes that do something for the owner: runners with an order and what they became, else None."""
         self._boxes: dict[str, Box] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(owner, selectors.EVENT_READ, self._on_request)
-        self._selector.register(owner_died, selectors.EVENT_READ, self._on_death)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._groups: list[str] = []
         """The control groups of the owner: whoever is in one of them ends with the spawner."""
@@ -193,11 +218,14 @@ class Spawner:
         """Runners that have an order and have not yet become its program or answered, by the number of the request."""
         self._nudged_s = 0.0
 
-    def serve(self) -> None:
+    def serve(self, owner: socket.socket) -> None:
         try:
+            self._attend(owner)
             while True:
                 idle = NUDGE_S if self._ordered else None
                 timeout = 0.0 if self._wanted else LOOK_S if self._becoming else idle
+                if self._leaving is not None:
+                    timeout = self._halting.END_PAUSE_S
                 ready = self._selector.select(timeout)
                 for key, _ in ready:
                     key.data(key.fileobj)
@@ -207,29 +235,110 @@ class Spawner:
                     self._fork_spare(self._wanted.popitem()[0])
                 if self._ordered:
                     self._nudge()
+                if self._owner is None:
+                    self._stand_by()
         except EOFError:
             pass
         finally:
             for box in self._boxes.values():
                 box.kill()
-            _end_all(self._groups)
+            self._halting.end_all(self._groups)
+
+    # ---- owners ----
+
+    def _attend(self, owner: socket.socket) -> None:
+        """It gives the orders from now on, until its connection ends or its process does: a fork of it may have the
+        connection too."""
+        pid, user, _ = struct.unpack("3i", owner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        try:
+            if user != os.geteuid():
+                raise ProcessLookupError(errno.ESRCH, "no owner of ours")
+            self._owner_died = os.pidfd_open(pid)
+        except ProcessLookupError:
+            owner.close()
+            return
+        self._owner = owner
+        self._selector.register(owner, selectors.EVENT_READ, self._on_request)
+        self._selector.register(self._owner_died, selectors.EVENT_READ, self._on_death)
+
+    def _on_death(self, _: object) -> None:
+        if self._owner is not None:
+            self._lose_owner()
+
+    def _lose_owner(self) -> None:
+        if self._listener is None:
+            raise EOFError
+        assert self._owner is not None and self._leaving is None
+        self._selector.unregister(self._owner)
+        self._selector.unregister(self._owner_died)
+        os.close(self._owner_died)
+        self._owner, self._leaving = None, self._owner
+        self._wanted.clear()
+        self._halt_by_s = time.monotonic() + self._halting.END_S_MAX
+        for runner in self._at_work.values():
+            if runner is not None and runner.box is not None and runner.session:
+                runner.box.sessions_lost.add(runner.session)
+                self._read_away(runner.box, runner.held)
+                runner.held = []
+
+    def _stand_by(self) -> None:
+        """Without an owner: until everything stands still, and then until the next one comes."""
+        if self._leaving is not None:
+            if not self._has_halted():
+                return
+            self._leaving.close()
+            self._leaving = None
+            if self._boxes and self._listener is not None:
+                self._selector.register(self._listener, selectors.EVENT_READ, self._on_next_owner)
+        if not self._boxes:
+            raise EOFError
+
+    def _has_halted(self) -> bool:
+        """One round of killing what works for the owner that is gone. A sandbox in which that does not succeed in time
+        is killed as a whole: nothing may run without an owner. Who is killed and hangs in the kernel runs no more, and
+        is not waited for without end: the others have to be adopted."""
+        for pid, runner in self._at_work.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            if runner is not None and runner.box is not None:
+                self._halting.let_die(pid, self._groups, runner.box.name)
+        busy = self._halting.halt(self._groups, {name for name, box in self._boxes.items() if not box.closing})
+        late_s = time.monotonic() - self._halt_by_s
+        if late_s > 0.0:
+            working = {runner.box.name for runner in self._at_work.values() if runner is not None and runner.box}
+            for name in (busy | working) & set(self._boxes):
+                self._boxes[name].kill()
+        return not (busy or self._at_work) or late_s > self._halting.END_S_MAX
+
+    def _on_next_owner(self, _: object) -> None:
+        """It is told first which sandboxes there are, so that it can tell whether they are what it knows of."""
+        assert self._listener is not None
+        self._attend(self._listener.accept()[0])
+        if self._owner is not None:
+            self._selector.unregister(self._listener)
+            self._owner.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 4 * MESSAGE_BYTES_MAX)
+            boxes = {
+                name: {"init": box.init, "sessions": sorted(box.sessions_lost)} for name, box in self._boxes.items()
+            }
+            self._send({"protocol": PROTOCOL, "number": self._number, "boxes": boxes})
 
     # ---- messages ----
 
-    def _on_death(self, _: object) -> None:
-        raise EOFError
-
     def _on_request(self, _: object) -> None:
+        if self._owner is None:
+            return  # its process ended at the same moment
         try:
             data, fds, flags, _ = socket.recv_fds(self._owner, MESSAGE_BYTES_MAX, FDS_MAX)
         except ConnectionResetError:  # it died with replies unread
-            raise EOFError from None
+            data = b""
         if not data:
-            raise EOFError
+            self._lose_owner()
+            return
         if flags & socket.MSG_TRUNC:
             raise RuntimeError("a message longer than MESSAGE_BYTES_MAX came; the owner must refuse it")
         head, _, order = data.partition(b"\n")
         request: Message = json.loads(head)
+        self._number = request["id"]
         try:
             if order:
                 self._order(request, order, fds)
@@ -245,10 +354,9 @@ class Spawner:
         self._send({"id": number, **fields})
 
     def _send(self, message: Message) -> None:
-        try:
-            self._owner.send(json.dumps(message).encode())
-        except (BrokenPipeError, ConnectionResetError):
-            raise EOFError from None
+        if self._owner is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # that it is gone is what is read next
+                self._owner.send(json.dumps(message).encode())
 
     def _collect(self, fd: int, then: Callable[[bytes], None], into: bytearray | None = None) -> None:
         """Read a pipe of a child to its end without waiting for it."""
@@ -277,6 +385,7 @@ class Spawner:
             self._selector.unregister(fd)
             os.close(fd)
             _, status = os.waitpid(pid, 0)
+            self._at_work.pop(pid, None)
             then(os.waitstatus_to_exitcode(status))
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
@@ -288,7 +397,7 @@ class Spawner:
         self._filter = ctypes.create_string_buffer(code, len(code))
         packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
         self._program = ctypes.create_string_buffer(packed, len(packed))
-        self._reply(request["id"])
+        self._reply(request["id"], pid=os.getpid())
 
     # ---- sandboxes ----
 
@@ -302,6 +411,7 @@ class Spawner:
             self._become_holder(request, status, info, spawner)
         os.close(status)
         os.close(info)
+        self._at_work[pid] = None
         said = bytearray()
         name, number = request["box"], request["id"]
 
@@ -321,12 +431,14 @@ class Spawner:
 
         def is_ready(init: int) -> None:
             self._boxes[name] = Box(name, pid, init, request)
+            self._at_work.pop(pid, None)
             self._want_spare(name)
             self._reply(number, holder=pid, init=init)
 
         def ended(code: int) -> None:
             box = self._boxes.pop(name, None)
             if box is not None:
+                self._read_no_more(box, 0)
                 box.forget()
                 self._wanted.pop(name, None)
                 self._send({"gone": name, "code": code})
@@ -410,6 +522,7 @@ class Spawner:
             finally:
                 os._exit(127)
         os.close(status)
+        self._at_work[pid] = None
         said = bytearray()
 
         def ended(code: int) -> None:
@@ -424,6 +537,33 @@ class Spawner:
             raise ProcessLookupError(errno.ESRCH, f"sandbox {name} is gone")
         return box
 
+    def _drain(self, request: Message, fds: list[int]) -> None:
+        """Streams that nobody wants any more, of actions that have ended: the owner has let go of them."""
+        box = self._boxes.get(request["box"])
+        if box is not None:
+            self._read_away(box, [os.dup(fd) for fd in fds])
+
+    def _read_away(self, box: Box, fds: list[int]) -> None:
+        """So that whoever was left running and writes there neither waits nor dies."""
+
+        def more(fd: int) -> None:
+            with contextlib.suppress(BlockingIOError):
+                if not os.read(fd, DRAIN_BYTES):
+                    del box.drained[fd]
+                    self._selector.unregister(fd)
+                    os.close(fd)
+
+        for fd in fds:
+            box.drained[fd] = None
+            self._selector.register(fd, selectors.EVENT_READ, more)
+        self._read_no_more(box, DRAINED_MAX)
+
+    def _read_no_more(self, box: Box, most: int) -> None:
+        while len(box.drained) > most:
+            fd, _ = box.drained.popitem(last=False)
+            self._selector.unregister(fd)
+            os.close(fd)
+
     # ---- runners ----
 
     def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
@@ -431,6 +571,8 @@ class Spawner:
         know who carries it out is told that first."""
         box = self._box(request["box"])
         groups = request["groups"]
+        held = fds[len(fds) - request.get("held", 0) :]
+        fds = fds[: len(fds) - len(held)]
         runner = self._take_runner(box)
         try:
             _hand_over(runner, box, groups, order, fds)
@@ -446,7 +588,13 @@ class Spawner:
         runner.number = request["id"]
         runner.executes = request["do"] == "exec"
         runner.ordered_s = time.monotonic()
+        runner.box = box
+        if held:
+            runner.session = request["session"]
+            box.sessions_lost.discard(runner.session)
+            runner.held = [os.dup(fd) for fd in held]
         self._ordered[runner.number] = runner
+        self._at_work[runner.pid] = runner
         os.kill(runner.pid, signal.SIGCONT)
         if request["told"]:
             self._reply(runner.number, pid=runner.pid)
@@ -482,6 +630,8 @@ class Spawner:
             self._spares.pop(box.name, None)
             runner.channel.close()
         elif runner.number:
+            for fd in runner.held:
+                os.close(fd)
             runner.code = code
             self._conclude(runner)
 
@@ -563,39 +713,6 @@ def _last_words(channel: socket.socket) -> bytes:
         return channel.recv(ANSWER_BYTES_MAX)
     except OSError:
         return b""
-
-
-def _end_all(groups: list[str]) -> None:
-    """Kill whoever is in these control groups, also those that stand still: a process of version 1 that is frozen does
-    not die, and a first process whose holder died too early does not know of it."""
-    deadline = time.monotonic() + END_S_MAX
-    anybody = True
-    while anybody and time.monotonic() < deadline:
-        anybody = False
-        for group in groups:
-            for folder, _, _ in os.walk(group):
-                anybody = _end(folder) or anybody
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG) != (0, 0):  # a sandbox has not ended while one of it is to be waited for
-                pass
-        time.sleep(END_PAUSE_S if anybody else 0.0)
-
-
-def _end(group: str) -> bool:
-    """One round for one group: whether anybody was there. 0 stands for who is outside of our process namespace, and
-    would mean ourselves."""
-    try:
-        with open(f"{group}/cgroup.procs", encoding="ascii") as file:
-            found = [int(word) for word in file.read().split() if word != "0"]
-    except OSError:
-        return False  # it was removed meanwhile
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for name, value in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")) if found else ():
-        with contextlib.suppress(OSError), open(f"{group}/{name}", "r+", encoding="ascii") as file:
-            file.write(value)
-    return bool(found)
 
 
 def _join(pid: int, groups: list[str]) -> None:
@@ -724,147 +841,8 @@ def _execute(request: Message, fds: list[int], box: Box) -> Message:
         return {"errno": error.errno, "error": f"{request['argv'][0][:REASON_CHARACTERS]}: {error.strerror}"}
 
 
-def _do_file_work(request: Message, fds: list[int], box: Box) -> Message:
-    """Done by a process that stands where a program of the sandbox would: a path that leads out of the sandbox for a
-    program leads nowhere for it either. Data goes through the descriptor that came along."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a reader that has had enough is no reason to die without a word
-    if fds:
-        os.dup2(fds[0], 0)
-        os.close(fds[0])
-    try:
-        return {"ok": _FILE_WORK[request["what"]](request)}
-    except OSError as error:
-        return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
-    except RecursionError:
-        return {"errno": errno.ENAMETOOLONG, "error": "is nested too deeply"}
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        return {"errno": errno.EIO, "error": str(error)[:REASON_CHARACTERS]}
-
-
-_ORDERS: dict[str, Callable[[Message, list[int], Box], Message]] = {"exec": _execute, "file": _do_file_work}
-
-
-# ---- file work ----------------------------------------------------------------------------------------------------
-
-
-def _read(request: Message) -> int:
-    """A regular file into the pipe. What is not one (a device, a pipe that never ends) is refused."""
-    with open(os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file")
-        left = int(request["bytes_max"])
-        if found.st_size > left:
-            raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {left} were asked for")
-        while left > 0 and (data := file.read(min(left, 1 << 20))):
-            left -= len(data)
-            while data:
-                data = data[os.write(0, data) :]
-    return int(request["bytes_max"]) - left
-
-
-def _write(request: Message) -> int:
-    """The pipe into a file, which appears whole: written beside its place first."""
-    path = request["path"]
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    beside = os.path.join(os.path.dirname(path), request["beside"])
-    written = 0
-    try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, request["mode"]), "wb", buffering=0) as file:
-            while data := os.read(0, 1 << 20):
-                written += len(data)
-                while data:
-                    data = data[file.write(data) or 0 :]
-            os.fchmod(file.fileno(), request["mode"])
-        if written != request["bytes"]:
-            raise OSError(errno.EPIPE, f"{written} of {request['bytes']} bytes came")
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
-    return written
-
-
-def _list(request: Message) -> str:
-    """Into the pipe: a directory may hold more names than a message."""
-    entries: list[Message] = []
-    with os.scandir(request["path"]) as found:
-        for entry in found:
-            if len(entries) >= request["entries_max"]:
-                raise OSError(errno.EOVERFLOW, f"has more than {request['entries_max']} entries")
-            try:
-                about = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # it vanished meanwhile
-            mode = about.st_mode
-            kind = (
-                "link" if stat.S_ISLNK(mode) else "dir" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else ""
-            )
-            name = entry.name.encode(errors="surrogateescape").decode(errors="replace")
-            entries.append({"name": name, "kind": kind or "other", "bytes": about.st_size, "mode": mode & 0o7777})
-    entries.sort(key=lambda entry: str(entry["name"]))
-    data = json.dumps(entries).encode()
-    while data:
-        data = data[os.write(0, data) :]
-    return ""
-
-
-def _delete(request: Message) -> None:
-    """A file, or a tree. Links are removed, never followed."""
-    path = request["path"]
-    if not stat.S_ISDIR(os.lstat(path).st_mode):
-        os.unlink(path)
-        return
-    for base, dirs, files in os.walk(path, topdown=False):
-        for name in files:
-            os.unlink(os.path.join(base, name))
-        for name in dirs:
-            below = os.path.join(base, name)
-            (os.unlink if os.path.islink(below) else os.rmdir)(below)
-    os.rmdir(path)
-
-
-def _pack(request: Message) -> None:
-    """A file or a tree into the pipe, as a tar. Its names start with that of the file or directory."""
-    path = request["path"].rstrip("/") or "/"
-    os.lstat(path)
-    name = os.path.basename(path)
-    if name in ("", ".", ".."):  # a directory, under the name that it really has
-        path = os.path.realpath(path)
-        name = os.path.basename(path) or "root"
-    with open(0, "wb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        tar.add(path, arcname=name)
-
-
-def _unpack(request: Message) -> None:
-    """A tar from the pipe below a directory. It is the caller's own; where its names lead is the sandbox's business."""
-    os.makedirs(request["path"], exist_ok=True)
-    with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
-        tar.extractall(request["path"], _making_room(tar, request["path"]))
-
-
-def _making_room(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
-    """A hard link does not replace what is there, as everything else does."""
-    for member in tar:
-        if member.islnk():
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, member.name))
-        yield member
-
-
-_FILE_WORK: dict[str, Callable[[Message], Any]] = {
-    "read": _read,
-    "write": _write,
-    "list": _list,
-    "delete": _delete,
-    "pack": _pack,
-    "unpack": _unpack,
-}
+_ORDERS: dict[str, Callable[[Message, list[int], Box], Message]] = {"exec": _execute}
+"""Of a runner; `main` adds that of `file_work`."""
 
 _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "begin": Spawner._begin,
@@ -872,29 +850,61 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "close": Spawner._close,
     "copy": Spawner._copy,
     "abandon": Spawner._abandon,
+    "drain": Spawner._drain,
 }
 
 
 def main() -> None:
-    """`python -I -S spawner.py FD`: the descriptor of a SOCK_SEQPACKET socket whose other end the owner holds."""
+    """`python -I -S spawner.py FD [LOCK DIRECTORY]`: the descriptor of a SOCK_SEQPACKET socket whose other end the
+    owner holds. For an owner with a name also that of a locked file, which is held for as long as the spawner lives,
+    and the directory where the next owner looks for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, DESCRIPTORS_MAX), most))
-    given = int(sys.argv[1])
-    moved = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, LOW_FDS)
-    os.close(given)
+    owner, *lock = [_moved_up(int(word)) for word in sys.argv[1:3]]
     for low in range(3, LOW_FDS):  # taken, so that no descriptor of ours is in the way of those of children
         with contextlib.suppress(OSError):
             os.fstat(low)
             continue
         os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    # The socket ends with the owner, unless a fork of the owner has it too.
-    died_read, died = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.signal(signal.SIGUSR1, lambda *_: os.write(died, b"1"))
-    _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+    listener = _outlive(lock[0], sys.argv[3]) if lock else None
+    _ORDERS["file"] = _beside("file_work").carry_out
+    halting = _beside("halting")
     gc.freeze()  # a collection would write to every page that forks share
-    Spawner(socket.socket(fileno=moved), died_read).serve()
+    Spawner(halting, listener).serve(socket.socket(fileno=owner))
+
+
+def _moved_up(fd: int) -> int:
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LOW_FDS)
+    os.close(fd)
+    return moved
+
+
+def _outlive(lock: int, directory: str) -> socket.socket:
+    """Be nobody's child, and be found: `lock` says who we are, and the socket is where we are spoken to."""
+    if os.fork() != 0:
+        os._exit(0)
+    os.ftruncate(lock, 0)
+    os.write(lock, b"%d" % os.getpid())
+    os.chdir(directory)  # the path of a socket may have 107 bytes, and that of a directory many more
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(SOCKET)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(SOCKET)
+    listener.listen()
+    os.chdir("/")
+    return listener
+
+
+def _beside(name: str) -> ModuleType:
+    """A module that stands beside this file. It is not looked for anywhere else."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

@@ -29,3 +29,8 @@ class Warm:
         """Keep one. Returns the one that has to go for it, which may be itself."""
         self._kept.append(sandbox)
         return self._kept.pop(0) if len(self._kept) > self._count_max else None
+
+    def take_all(self) -> list[Sandbox]:
+        """Nobody will ask for one any more."""
+        found, self._kept = self._kept, []
+        return found

@@ -1,0 +1,165 @@
+"""File work: what a runner of the spawner does instead of becoming a program.
+
+Loaded by the spawner at its start, by path, before it forks: standard library only, and all that is needed is imported
+here. Owns nothing. Promises that it does what the kernel lets a program of the sandbox do and no more, since it runs
+where such a program would, as the same user, and that what goes wrong is an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import stat
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Message = dict[str, Any]
+
+REASON_CHARACTERS = 2000
+"""Of what an answer quotes."""
+
+# The names of users are looked up by code that the files of a sandbox choose (nsswitch.conf). They are not looked up.
+tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
+# As every Python did before filters were the default: what a tar of the caller holds is put into the sandbox as it is.
+tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member)
+
+
+def carry_out(request: Message, fds: list[int], box: object) -> Message:
+    """Done by a process that stands where a program of the sandbox would: a path that leads out of the sandbox for a
+    program leads nowhere for it either. Data goes through the descriptor that came along."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a reader that has had enough is no reason to die without a word
+    if fds:
+        os.dup2(fds[0], 0)
+        os.close(fds[0])
+    try:
+        return {"ok": _FILE_WORK[request["what"]](request)}
+    except OSError as error:
+        return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
+    except RecursionError:
+        return {"errno": errno.ENAMETOOLONG, "error": "is nested too deeply"}
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        return {"errno": errno.EIO, "error": str(error)[:REASON_CHARACTERS]}
+
+
+def _read(request: Message) -> int:
+    """A regular file into the pipe. What is not one (a device, a pipe that never ends) is refused."""
+    with open(os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        left = int(request["bytes_max"])
+        if found.st_size > left:
+            raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {left} were asked for")
+        while left > 0 and (data := file.read(min(left, 1 << 20))):
+            left -= len(data)
+            while data:
+                data = data[os.write(0, data) :]
+    return int(request["bytes_max"]) - left
+
+
+def _write(request: Message) -> int:
+    """The pipe into a file, which appears whole: written beside its place first."""
+    path = request["path"]
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    beside = os.path.join(os.path.dirname(path), request["beside"])
+    written = 0
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, request["mode"]), "wb", buffering=0) as file:
+            while data := os.read(0, 1 << 20):
+                written += len(data)
+                while data:
+                    data = data[file.write(data) or 0 :]
+            os.fchmod(file.fileno(), request["mode"])
+        if written != request["bytes"]:
+            raise OSError(errno.EPIPE, f"{written} of {request['bytes']} bytes came")
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+    return written
+
+
+def _list(request: Message) -> str:
+    """Into the pipe: a directory may hold more names than a message."""
+    entries: list[Message] = []
+    with os.scandir(request["path"]) as found:
+        for entry in found:
+            if len(entries) >= request["entries_max"]:
+                raise OSError(errno.EOVERFLOW, f"has more than {request['entries_max']} entries")
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # it vanished meanwhile
+            mode = about.st_mode
+            kind = (
+                "link" if stat.S_ISLNK(mode) else "dir" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else ""
+            )
+            name = entry.name.encode(errors="surrogateescape").decode(errors="replace")
+            entries.append({"name": name, "kind": kind or "other", "bytes": about.st_size, "mode": mode & 0o7777})
+    entries.sort(key=lambda entry: str(entry["name"]))
+    data = json.dumps(entries).encode()
+    while data:
+        data = data[os.write(0, data) :]
+    return ""
+
+
+def _delete(request: Message) -> None:
+    """A file, or a tree. Links are removed, never followed."""
+    path = request["path"]
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        os.unlink(path)
+        return
+    for base, dirs, files in os.walk(path, topdown=False):
+        for name in files:
+            os.unlink(os.path.join(base, name))
+        for name in dirs:
+            below = os.path.join(base, name)
+            (os.unlink if os.path.islink(below) else os.rmdir)(below)
+    os.rmdir(path)
+
+
+def _pack(request: Message) -> None:
+    """A file or a tree into the pipe, as a tar. Its names start with that of the file or directory."""
+    path = request["path"].rstrip("/") or "/"
+    os.lstat(path)
+    name = os.path.basename(path)
+    if name in ("", ".", ".."):  # a directory, under the name that it really has
+        path = os.path.realpath(path)
+        name = os.path.basename(path) or "root"
+    with open(0, "wb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        tar.add(path, arcname=name)
+
+
+def _unpack(request: Message) -> None:
+    """A tar from the pipe below a directory. It is the caller's own; where its names lead is the sandbox's business."""
+    os.makedirs(request["path"], exist_ok=True)
+    with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
+        tar.extractall(request["path"], _making_room(tar, request["path"]))
+
+
+def _making_room(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
+    """A hard link does not replace what is there, as everything else does."""
+    for member in tar:
+        if member.islnk():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, member.name))
+        yield member
+
+
+_FILE_WORK: dict[str, Callable[[Message], Any]] = {
+    "read": _read,
+    "write": _write,
+    "list": _list,
+    "delete": _delete,
+    "pack": _pack,
+    "unpack": _unpack,
+}
