@@ -201,13 +201,19 @@ def test_a_program_that_says_no_version_is_there_all_the_same(
 
 def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
     owners = tmp_path / "owners"
-    for name in ("dead", "living", "half-made"):
+    for name in ("dead", "living", "half-made", "service.1234/kept"):
         (owners / name).mkdir(parents=True)
     (owners / "dead" / "lock").touch()
-    with (owners / "living" / "lock").open("w") as lock:
+    (owners / "service.1234" / "lock").touch()
+    with (
+        (owners / "living" / "lock").open("w") as lock,
+        (owners / "service.1234" / "kept" / "spawner.lock").open("w") as spawner,
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(spawner, fcntl.LOCK_EX)
         found = of(survey(tmp_path), "state directory").found
     assert "1 in use" in found and "2 left by owners that died" in found
+    assert "1 with sandboxes that wait" in found
     assert sorted(path.name for path in owners.iterdir()) == ["dead", "half-made", "living"]
 
 

@@ -40,6 +40,7 @@ from tangram.managers.cpu.hierarchies import (
     place,
 )
 from tangram.managers.cpu.images import FORBIDDEN, FREE_BYTES_MIN, SANDBOX_UID
+from tangram.managers.cpu.keeping import LOCK as SPAWNER_LOCK
 from tangram.managers.cpu.machine import available_memory_bytes, numa_cells
 from tangram.managers.cpu.manager import PROGRAMS
 from tangram.managers.cpu.owner import state_directory
@@ -435,23 +436,26 @@ def _state(state: Path) -> Finding:
 
 def _leftovers(state: Path) -> str:
     """Of owners that died. Looking takes no lock that an owner would miss."""
-    dead = living = 0
+    dead = kept = living = 0
     try:
         for directory in (state / "owners").iterdir():
-            if _lives(directory):
+            if _is_held(directory / "lock"):
                 living += 1
+            elif _is_held(directory / "kept" / SPAWNER_LOCK):
+                kept += 1
             else:
                 dead += 1
     except OSError:
         return ""
     said = f", {living} in use" if living else ""
+    said += f", {kept} with sandboxes that wait for their service to be started again" if kept else ""
     return said + (f", {dead} left by owners that died, which the next start sweeps" if dead else "")
 
 
-def _lives(owner: Path) -> bool:
-    """It holds its lock as long as it lives."""
+def _is_held(lock: Path) -> bool:
+    """Whoever has it holds it as long as it lives."""
     try:
-        fd = os.open(owner / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
