@@ -214,7 +214,7 @@ def test_what_dead_owners_left_is_counted_and_stays(tmp_path: Path) -> None:
         found = of(survey(tmp_path), "state directory").found
     assert "1 in use" in found and "2 left by owners that died" in found
     assert "1 with sandboxes that wait" in found
-    assert sorted(path.name for path in owners.iterdir()) == ["dead", "half-made", "living"]
+    assert sorted(path.name for path in owners.iterdir()) == ["dead", "half-made", "living", "service.1234"]
 
 
 @needs_root

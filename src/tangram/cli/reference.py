@@ -1,7 +1,7 @@
 """The generated pages of the documentation: `python -m tangram.cli.reference` writes them anew.
 
 Owns docs/reference/cli.md, made of the app itself, docs/reference/config.md, made of the records of the config,
-docs/reference/http.md, made of the routes of the service,
+docs/reference/http.md, made of the routes of the service, docs/reference/metrics.md, made of the families of metrics,
 docs/internals/states.md, made of the transition table, and the table of results in the README, made of
 docs/reference/results.jsonl. A test compares all with what would be written.
 """
@@ -19,6 +19,7 @@ from typer.main import get_command
 from tangram.cli import app
 from tangram.cli.config_page import config_page
 from tangram.cli.http_page import http_page
+from tangram.cli.metrics_page import metrics_page
 from tangram.cli.results import with_results
 from tangram.core.action import TRANSITIONS, State
 
@@ -36,6 +37,7 @@ def pages() -> dict[str, str]:
         "docs/reference/cli.md": cli_page(),
         "docs/reference/config.md": config_page(NOTE),
         "docs/reference/http.md": http_page(NOTE),
+        "docs/reference/metrics.md": metrics_page(NOTE),
         "docs/internals/states.md": states_page(),
         "README.md": with_results(readme, results),
     }

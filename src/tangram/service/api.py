@@ -155,6 +155,8 @@ class Door:
         self._guesses = Guesses(now)
         self.observe: Callable[[str, int, float], None] = lambda route, status, seconds: None
         """Told each request that was answered: metrics."""
+        self.refused: Callable[[str], None] = lambda limit: None
+        """Told the limit that kept a request out."""
 
     def open(self, handler: Handler, route: str, *, public: bool = False) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -204,11 +206,15 @@ class Door:
 
     def _failed(self, request: Request, error: Exception) -> Response:
         if isinstance(error, Refusal):
+            if error.fault.limit:
+                self.refused(error.fault.limit)
             return problem(error.fault, error.status, error.wait_s)
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         fault = _fault(error)
         if fault is not None:
+            if fault.limit:
+                self.refused(fault.limit)
             return problem(fault, STATUS_BY_CODE[fault.code])
         log.error("request failed method=%s path=%r", request.method, request.url.path, exc_info=error)
         return problem(Fault(code="internal", message="a bug in Tangram; the log of the service has more"), 500)
@@ -295,9 +301,9 @@ async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[
     said = request.headers.get("content-length", "0")
     if said.isdigit() and int(said) > bytes_max:
         raise _too_large(bytes_max, limit)
-    size, end_s = 0, asyncio.get_running_loop().time() + BODY_S
-    stream = request.stream()
-    while (part := await _next(stream, end_s + size / BODY_BYTES_PER_S)) is not None:
+    size, end_s, more = 0, asyncio.get_running_loop().time() + BODY_S, True
+    while more:
+        part, more = await _received(request, end_s + size / BODY_BYTES_PER_S)
         size += len(part)
         if size > bytes_max:
             raise _too_large(bytes_max, limit)
@@ -305,13 +311,16 @@ async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[
             yield part
 
 
-async def _next(stream: AsyncIterator[bytes], end_s: float) -> bytes | None:
-    """None: that was all."""
+async def _received(request: Request, end_s: float) -> tuple[bytes, bool]:
+    """A part, and whether more follows. Asked of the server itself, which hands over most bodies as one part."""
     try:
         async with asyncio.timeout_at(end_s):
-            return await anext(stream, None)
+            message = await request.receive()
     except TimeoutError:
         raise Refusal("too_slow", f"the body came slower than {BODY_BYTES_PER_S} bytes per second") from None
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _too_large(bytes_max: int, limit: str) -> Refusal:

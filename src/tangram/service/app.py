@@ -5,6 +5,7 @@ Owns no state.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
@@ -47,9 +48,14 @@ def application(api: Api, door: Door) -> Starlette:
         )
         for route in ROUTES
     ]
-    described = document()
+    describing = asyncio.Lock()
+    described = b""
 
     async def openapi(ask: Ask) -> Response:
+        """Made when somebody asks for it: that takes longer than anything else of a start."""
+        nonlocal described
+        async with describing:
+            described = described or await asyncio.to_thread(document)
         return Response(described, media_type="application/json")
 
     routes.append(StarletteRoute("/openapi.json", door.open(openapi, "GET /openapi.json", public=True)))

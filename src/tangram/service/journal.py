@@ -143,6 +143,8 @@ class Journal:
         self.durability = durability
         self.recovered = Recovered()
         """What was found at opening. Whoever has read it may set it to an empty one."""
+        self.observe: Callable[[float, int, int], None] = lambda seconds, operations, log_bytes: None
+        """Told of each commit how long it took, of how many operations it was, and how long the log is: metrics."""
         self._keep_s = keep_s
         self._clock = clock or WallClock()
         self._lock = -1
@@ -364,6 +366,7 @@ class Journal:
             return
         batch = self._batches.popleft()
         batch.up_s = self._up.read()
+        batch.began_s = self._clock.now()
         self._on_thread(self._store.commit, batch).add_done_callback(functools.partial(self._commit_done, batch))
 
     def _commit_done(self, batch: _Waited, done: asyncio.Future[None]) -> None:
@@ -376,6 +379,7 @@ class Journal:
             if entry.refused and self._live.get(entry.id) is entry:
                 del self._live[entry.id]
         batch.release(None)
+        self.observe(self._clock.now() - batch.began_s, batch.operations, self._store.wal_bytes)
         if self._store.wal_bytes > CHECKPOINT_BYTES:
             self._on_thread(self._store.checkpoint).add_done_callback(self._checkpoint_done)
         else:
@@ -420,6 +424,7 @@ class _Waited(Batch):
 
     def __init__(self) -> None:
         super().__init__()
+        self.began_s = 0.0
         self._waiters: list[asyncio.Future[None]] = []
 
     def committed(self) -> asyncio.Future[None]:

@@ -18,13 +18,14 @@ VERSION = "1"
 REF = "#/components/schemas/{name}"
 
 ERRORS = {
-    "400": "No JSON",
+    "400": "No JSON, or no HTTP",
     "401": "No token, or a wrong one",
     "403": "Only the admin may do that",
     "404": "There is none of that name",
     "408": "The body came too slowly",
     "409": "The id is that of another action",
     "413": "The body is too large",
+    "415": "The body is said to be no JSON",
     "422": "Something in it is wrong; `field`, `value` and `expected` say what",
     "429": "A limit, which `limit` names",
     "500": "A bug in Tangram",

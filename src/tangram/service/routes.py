@@ -458,5 +458,5 @@ ROUTES = (
     Route("GET", "/v1/trace", Api.trace, "The trace so far, for `tangram sim` and `tangram plan` (admin)", None, bytes),
     Route("GET", "/metrics", Api.metrics, "Metrics for Prometheus (admin)", None, str),
     Route("GET", "/healthz", Api.is_alive, "It answers", None, str, public=True),
-    Route("GET", "/readyz", Api.is_ready, "It takes in actions", None, str, public=True),
+    Route("GET", "/readyz", Api.is_ready, "It takes in actions", None, str, public=True, also=(503,)),
 )

@@ -246,6 +246,8 @@ class _Parts:
         )  # fmt: skip
         metrics = Metrics(self.picture)
         self.door.observe = metrics.answered
+        self.door.refused = metrics.refused
+        journal.observe = metrics.committed
         sight = Sight(machine, self.picture, metrics.text, models, self.event_log)
         self.api = Api(self.desk, self.runs, self.manager, images, sight, lambda: about)
 

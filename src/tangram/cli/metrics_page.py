@@ -1,0 +1,55 @@
+"""The reference page of the metrics, made of `tangram.service.metrics.FAMILIES`.
+
+Owns the words around the tables.
+"""
+
+from __future__ import annotations
+
+from tangram.service.metrics import FAMILIES, HISTOGRAM, SERIES_MAX, Family
+from tangram.service.observing.accounts import CLASSES_MAX, RUNS_MAX
+from tangram.service.spending import OTHER
+
+HEAD = f"""# Metrics
+
+`GET /metrics` of the shared service, with the admin's token, answers in the text format of Prometheus, version 0.0.4.
+`deploy/grafana-dashboard.json` is a dashboard for Grafana made of these: import it and choose the data source.
+
+Times are seconds, sizes bytes. A counter goes up until the service starts anew; a histogram has `_bucket`, `_sum` and
+`_count`. What happens with the labels `run` and `class`, which callers choose: {RUNS_MAX} runs and {CLASSES_MAX}
+classes have series of their own, the rest are counted together as `{OTHER}`. A class is `task/kind/key`; where a run
+has many tasks it is `*/kind/key`. Whoever was not seen for an hour may lose its series to another. Other labels have at
+most {SERIES_MAX} series together. [Where does the time go](../guides/where-does-the-time-go.md) explains the parts of
+`tangram_time_seconds_total`.
+"""
+
+GROUPS = {
+    "Actions": ("tangram_build", "tangram_action", "tangram_time"),
+    "Pools, runs and sandboxes": ("tangram_pool", "tangram_run", "tangram_sandboxes"),
+    "The service": ("tangram_refusals", "tangram_scheduler", "tangram_http", "tangram_journal"),
+    "The process": ("process_",),
+}
+
+
+def metrics_page(note: str) -> str:
+    parts = [note, HEAD]
+    shown: list[Family] = []
+    for title, starts in GROUPS.items():
+        families = [family for family in FAMILIES if family.name.startswith(starts)]
+        shown += families
+        parts.append(f"## {title}\n")
+        parts.append("\n".join(["| name | kind | labels | |", "|---|---|---|---|", *map(_row, families)]) + "\n")
+    assert sorted(family.name for family in shown) == sorted(family.name for family in FAMILIES)
+    parts.append("## Buckets\n")
+    parts.append("The upper ends of the buckets, in seconds; the last one has no end.\n")
+    by_edges: dict[tuple[float, ...], list[str]] = {}
+    for family in FAMILIES:
+        if family.kind == HISTOGRAM:
+            by_edges.setdefault(family.edges, []).append(f"`{family.name}`")
+    rows = [f"| {', '.join(names)} | {', '.join(f'{edge:g}' for edge in edges)} |" for edges, names in by_edges.items()]
+    parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _row(family: Family) -> str:
+    labels = ", ".join(f"`{label}`" for label in family.labels)
+    return f"| `{family.name}` | {family.kind} | {labels} | {family.help} |"

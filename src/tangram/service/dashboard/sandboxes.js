@@ -1,0 +1,49 @@
+// Sandboxes: the list of those that are open, frozen or active. Owns the page.
+
+import {box, panel, put} from "./dom.js";
+import {count, counted, duration, units} from "./format.js";
+import {Table} from "./table.js";
+
+export class SandboxesPage {
+  constructor() {
+    const {root, body, note} = panel("Sandboxes");
+    this.note = note;
+    this.table = new Table("Sandboxes", [
+      {title: "Sandbox", width: 26, kind: "name", value: (sandbox) => sandbox.name},
+      {title: "Run", width: 15, kind: "run", value: (sandbox) => sandbox.run},
+      {title: "Node", width: 10, kind: "name", value: (sandbox) => sandbox.node || "–"},
+      {title: "State", value: stateOf},
+      {title: "Memory", right: true, value: (sandbox) => units(sandbox.memory_mib, "MiB")},
+      {title: "Actions so far", right: true, value: (sandbox) => count(sandbox.actions)},
+      {title: "Open for", right: true, value: openFor},
+      {title: "Last used", right: true, value: lastUsed},
+    ], (sandbox) => `${sandbox.run}\u0000${sandbox.name}`,
+    "No sandbox is open. Each will be here from its first action until it is closed, frozen while nothing runs in it.");
+    body.append(this.table.root);
+    this.root = box("div", "page", root);
+  }
+
+  update({view, place}) {
+    const shown = place.run ? view.sandboxes.filter((sandbox) => sandbox.run === place.run) : view.sandboxes;
+    const active = shown.filter((sandbox) => sandbox.active > 0).length;
+    const total = place.run ? shown.length : view.sandboxes_total;
+    const states = `${count(active)} active, ${count(shown.length - active)} frozen`;
+    const all = shown.length === total ? states : `the first ${count(shown.length)} are shown: ${states}`;
+    put(this.note, total ? `${count(total)} open, ${all}` : "");
+    this.table.update(shown, view.now_s);
+  }
+}
+
+function stateOf(sandbox) {
+  return sandbox.active ? `active, ${counted(sandbox.active, "action")}` : "frozen";
+}
+
+function openFor(sandbox, now) {
+  return duration(Math.max(0, Math.round(now - sandbox.opened_s)));
+}
+
+function lastUsed(sandbox, now) {
+  if (sandbox.active) return "now";
+  const ago = Math.round(now - sandbox.last_used_s);
+  return ago > 0 ? `${duration(ago)} ago` : "just now";
+}

@@ -1,0 +1,61 @@
+// Timeline point: which action is at a point of the timeline, and the words beside the pointer. Changes nothing.
+
+import {cut} from "./dom.js";
+import {duration, units, words} from "./format.js";
+import {AXIS, scale, topOf} from "./timeline_paint.js";
+import {tell} from "./tooltip.js";
+
+const NEAR = 4;
+/* Pixels: what is thinner can still be pointed at. */
+const NAME_MAX = 60;
+
+/** The action at a point of the canvas: a record of a row, or one under way; or null. */
+export function actionAt({plan, frame, rows}, x, y) {
+  if (!plan || x < frame.left || y < AXIS) return null;
+  const its = plan.groups.find((one) => {
+    const top = topOf(plan, frame, one, 0);
+    return y >= top && y < top + one.lanes * plan.laneHeight;
+  });
+  if (!its) return null;
+  const lane = Math.floor((y - topOf(plan, frame, its, 0)) / plan.laneHeight);
+  const pixel = scale(frame);
+  let best = null;
+  let nearest = NEAR;
+  const consider = (from, to, found) => {
+    const away = Math.max(0, pixel(from) - x, x - pixel(to));
+    if (away < nearest) [nearest, best] = [away, found];
+  };
+  for (const action of plan.live) {
+    if (action.run === its.run && action.lane === lane) consider(action.submitted, action.until, action);
+  }
+  for (let k = 0; k < plan.count && nearest > 0; k += 1) {
+    const row = plan.picked[k];
+    if (plan.lanes[k] !== lane || plan.groupOfRun[rows.run[row]] !== its) continue;
+    consider(rows.submitted[row], rows.ended[row], row);
+  }
+  return typeof best === "number" ? rows.record(best) : best;
+}
+
+export function tellAction(x, y, action) {
+  const name = (text) => cut(text, NAME_MAX);
+  const lines = [["class", name(action.name)], ["run", name(action.run)], ["trajectory", name(action.trajectory)]];
+  lines.push(...(action.until === undefined ? linesOfRow(action) : linesOfLive(action)));
+  if (action.node) lines.push(["node", name(action.node)]);
+  tell(x, y, name(action.id), lines);
+}
+
+function linesOfRow(row) {
+  const lines = [
+    ["ended", words(row.status)], ["completion time", duration(row.ended_s - row.submitted_s)],
+    ["waiting", duration(row.waiting_s)], ["overhead", duration(row.overhead_s)],
+    ["execution", duration(row.execution_s)],
+  ];
+  if (row.cpu) lines.push(["reserved", units(row.cpu, "milli-cores")]);
+  return lines;
+}
+
+function linesOfLive(action) {
+  const lines = [["state", action.state], ["waiting", duration((action.granted ?? action.until) - action.submitted)]];
+  if (action.granted !== null) lines.push(["since granted", duration(action.until - action.granted)]);
+  return lines;
+}
