@@ -355,8 +355,8 @@ class Desk:
             await self._discard(name)
         for kind in self._functions_by_space.pop(space, ()):
             self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0)))
-        for id in [id for id in self._ended_tails if _space(id) == space]:
-            self._drop_tail(id)
+        self._tails.forget(lambda id: space_of(id) == space)
+        self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
         await self._images.forget_all(space)
         await self.journal.compact(runs_finished=(space,))
 

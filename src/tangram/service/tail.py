@@ -137,6 +137,10 @@ class EndedTails:
         if found is not None:
             self._bytes -= found[1].bytes_kept
 
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        for id in [id for id in self._tails if is_meant(id)]:
+            self.drop(id)
+
     def sweep(self) -> None:
         now = self._now()
         for id, (ended_s, _) in list(self._tails.items()):
