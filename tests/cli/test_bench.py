@@ -71,7 +71,8 @@ def test_only_a_benchmark_that_writes_a_report_is_asked_for_one(cli, asked: list
     done = cli("bench", "all", "--report", report, "--backend", "process")
     assert done.code == 0 and f"report: {report}" in done.out
     assert {call["name"]: call.get("report") for call in asked} == dict.fromkeys(BENCHES) | {"reservation": report}
-    assert [call.get("backend") for call in asked if "backend" in call] == ["process"]
+    backends = {call["name"]: call["backend"] for call in asked if "backend" in call}
+    assert backends == dict.fromkeys(("reservation", "durability", "soak"), "process")
 
 
 def test_without_root_it_is_said_in_one_line_that_nothing_is_isolated(

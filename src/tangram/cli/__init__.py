@@ -14,7 +14,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tangram.cli import bench, doctor, plan, run, serve, sim, trace
+from tangram.cli import (
+    bench,
+    doctor,
+    plan,
+    pool,
+    run,
+    serve,
+    sim,
+    status,
+    story,
+    token,
+    top,
+    trace,
+    where,
+)
 from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
@@ -72,6 +86,10 @@ tangram trace show run.jsonl
 
 tangram bench  [dim]# the list of benchmarks[/dim]
 
+tangram serve  [dim]# share this machine with several training runs[/dim]
+
+tangram status  [dim]# what the service does[/dim]
+
 Every verb has examples of its own: tangram sim --help
 """
 
@@ -91,6 +109,12 @@ app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
 app.command("run", epilog=run.EXAMPLES, context_settings=run.CONTEXT)(run.run)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
+app.command("status", epilog=status.EXAMPLES)(status.status)
+app.command("top", epilog=top.EXAMPLES)(top.top)
+app.command("where", epilog=where.EXAMPLES)(where.where)
+app.command("story", epilog=story.EXAMPLES)(story.story)
+app.add_typer(token.app, name="token")
+app.add_typer(pool.app, name="pool")
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 
 

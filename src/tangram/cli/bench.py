@@ -53,7 +53,8 @@ def bench(
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="Of reservation: sandbox or process, which isolates nothing. Default: sandbox, without root process.",
+            help="Of reservation, durability and soak: sandbox or process, which isolates nothing. Default: sandbox,"
+            " without root process.",
         ),
     ] = None,
     workers: options.WorkerCount = None,

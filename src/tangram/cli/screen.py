@@ -7,7 +7,8 @@ in them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tangram.cli import show
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
     from tangram.service.view import Part, PoolView, RunView, ServiceView, Spending, View
 
-BAR_WIDTH = 24
+BAR_WIDTH, WIDE_MIN = 24, 100
+"""Half of it on a terminal that is narrower."""
 POOLS_SHOWN, RUNS_SHOWN, WAITING_SHOWN = 20, 12, 10
 """Each says how many more there are."""
-MANY = 1_000_000
 TALL_MIN = 3
 """Rows of the queue on the smallest screen."""
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -33,32 +34,39 @@ KINDS = ("cpu", "memory", "gpu")
 LAST_KINDS = ("function/", "endpoint/", "running/")
 
 
+def put(console: Console, what: RenderableType) -> None:
+    """As it is: names are no markup."""
+    console.print(what, markup=False, highlight=False, emoji=False)
+
+
 def screen(view: View, url: str, console: Console, *, height: int | None = None) -> RenderableType:
     """All of it. With a height the queue gets the rows that are left, otherwise it is cut after WAITING_SHOWN."""
     from rich.console import Group
 
     fancy = console.encoding.lower().startswith("utf")
-    above = Group(_service(view, url), pools(view.pools, fancy=fancy), runs(view.runs))
+    width = BAR_WIDTH if console.width >= WIDE_MIN else BAR_WIDTH // 2
+    fold = height is None  # a screen that is drawn again and again keeps its rows
+    above = Group(_service(view, url), pools(view.pools, fancy=fancy, width=width), runs(view.runs, fold=fold))
     below = _sandboxes(view)
     rows = WAITING_SHOWN
     if height is not None:
         taken = sum(len(console.render_lines(part, pad=False)) for part in (above, below))
         rows = max(TALL_MIN, height - taken - 4)
-    return Group(above, _queue(view, rows), below)
+    return Group(above, _queue(view, rows, fold=fold), below)
 
 
 def _service(view: View, url: str) -> Text:
     from rich.text import Text
 
     service = view.service
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     text.append(f"tangram {plain(service.version)}", style="bold")
     text.append(f" at {url}  ")
     text.append(plain(service.state), style="green" if service.state == "up" else "yellow")
     text.append(f" since {_since(service, view.at)}")
     text.append(f"\npolicy {plain(service.policy)}, durability {plain(service.durability)}")
     if service.recovered:
-        text.append(f", recovered: {plain(service.recovered)}")
+        text.append(f"\nrecovered at its start: {plain(service.recovered)}")
     text.append("\n")
     return text
 
@@ -74,17 +82,19 @@ def _since(service: ServiceView, now: float) -> str:
 # ---- pools ------------------------------------------------------------------------------------------------------
 
 
-def pools(found: Iterable[PoolView], *, fancy: bool = True, most: int = POOLS_SHOWN) -> Table:
+def pools(found: Iterable[PoolView], *, fancy: bool = True, width: int = BAR_WIDTH, most: int = POOLS_SHOWN) -> Table:
     table = show.table("pools")
     for head, justify in (("pool", "left"), ("in use", "left"), ("", "right"), ("waiting", "right")):
         table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("", overflow="ellipsis", no_wrap=True)
     ordered = sorted(found, key=_place)
     for pool in ordered[:most]:
-        table.add_row(*_pool(pool, fancy))
+        table.add_row(*_pool(pool, fancy, width))
         if len(pool.parts) > 1 and pool.kind == "cpu":
             for part in pool.parts:
-                table.add_row(*_numa(pool, part, fancy))
+                table.add_row(*_numa(pool, part, fancy, width))
+        elif pool.kind == "gpu":
+            for row in _devices(pool):
+                table.add_row(*row)
     if len(ordered) > most:
         table.add_row(f"and {len(ordered) - most:,} more")
     return table
@@ -97,7 +107,7 @@ def _place(pool: PoolView) -> tuple[int, str, str]:
     return len(KINDS) + last, pool.kind, pool.node
 
 
-def _pool(pool: PoolView, fancy: bool) -> tuple[RenderableType, ...]:
+def _pool(pool: PoolView, fancy: bool, width: int) -> tuple[RenderableType, ...]:
     used = pool.held + pool.spent
     part = used / pool.total if pool.total > 0 else float(used > 0)
     said = f"{amount(used, pool)} of {amount(pool.total, pool)} {unit_of(pool)}"
@@ -105,37 +115,37 @@ def _pool(pool: PoolView, fancy: bool) -> tuple[RenderableType, ...]:
         said += f" in {pool.window_s:g} s"
     return (
         plain(pool.name),
-        _bar(part, fancy, "yellow" if pool.waiting else "cyan"),
+        _bar(part, fancy, width, "yellow" if pool.waiting else "cyan"),
         said,
         f"{pool.waiting:,}" if pool.waiting else "",
-        _devices(pool),
     )
 
 
-def _numa(pool: PoolView, part: Part, fancy: bool) -> tuple[RenderableType, ...]:
+def _numa(pool: PoolView, part: Part, fancy: bool, width: int) -> tuple[RenderableType, ...]:
     share = part.held / part.total if part.total else 0.0
     said = f"{amount(part.held, pool)} of {amount(part.total, pool)} {unit_of(pool)}"
-    return f"  NUMA node {part.index}", _bar(share, fancy, "blue"), said, "", ""
+    return f"  NUMA node {part.index}", _bar(share, fancy, width, "blue"), said, ""
 
 
-def _devices(pool: PoolView) -> str:
-    """Of each device the model on it; one that is in use has a star."""
-    if pool.kind != "gpu":
-        return ""
-    return "  ".join(f"{part.index}:{plain(part.service) or '-'}{'*' if part.held else ''}" for part in pool.parts)
+def _devices(pool: PoolView) -> Iterator[tuple[str, str, str, str]]:
+    """A row for neighbours that have the same model on them and are alike in use."""
+    for (service, held), parts in groupby(pool.parts, key=lambda part: (part.service, bool(part.held))):
+        indexes = [part.index for part in parts]
+        which = f"device {indexes[0]}" if len(indexes) == 1 else f"devices {indexes[0]} to {indexes[-1]}"
+        yield f"  {which}", plain(service) or "no model", "in use" if held else "idle", ""
 
 
-def _bar(part: float, fancy: bool, style: str) -> Text:
+def _bar(part: float, fancy: bool, width: int, style: str) -> Text:
     from rich.text import Text
 
     part = min(1.0, max(0.0, part))
-    eighths = round(8 * BAR_WIDTH * part)
+    eighths = round(8 * width * part)
     if fancy:
         full = "█" * (eighths // 8) + EIGHTHS[eighths % 8]
-        rest = "·" * (BAR_WIDTH - len(full))
+        rest = "·" * (width - len(full))
     else:
         full = "#" * (eighths // 8)
-        rest = "." * (BAR_WIDTH - len(full))
+        rest = "." * (width - len(full))
     return Text.assemble((full, style), (rest, "dim"), f" {part:4.0%}")
 
 
@@ -155,12 +165,13 @@ def amount(units: int, pool: PoolView) -> str:
 # ---- runs -------------------------------------------------------------------------------------------------------
 
 
-def runs(found: tuple[RunView, ...]) -> Table:
+def runs(found: tuple[RunView, ...], *, fold: bool) -> Table:
     table = show.table("runs")
+    table.expand = True
     table.add_column("run", no_wrap=True)
     for head in ("share", "weight", "waiting", "running", "sandboxes", "ACT p50", "p99"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("where its time went", overflow="ellipsis", no_wrap=True)
+    table.add_column("where its time went", overflow="ellipsis", no_wrap=not fold, ratio=1)
     ordered = sorted(found, key=lambda run: (-(run.waiting + run.running), -run.share, run.name))
     for run in ordered[:RUNS_SHOWN]:
         times = (seconds(run.act.p50_s), seconds(run.act.p99_s)) if run.act.count else ("-", "-")
@@ -191,16 +202,17 @@ def spent(spending: Spending) -> str:
 # ---- the queue and sandboxes ------------------------------------------------------------------------------------
 
 
-def _queue(view: View, rows: int) -> Table:
+def _queue(view: View, rows: int, *, fold: bool) -> RenderableType:
+    from rich.text import Text
+
     count = view.waiting_total
-    table = show.table(f"queue: {count:,} {'action waits' if count == 1 else 'actions wait'}")
     if not view.waiting:
-        table.show_header = False
-        table.add_column("")
-        return table
+        return Text.assemble(("queue", "bold"), ": nothing waits\n")
+    table = show.table(f"queue: {count:,} {'action waits' if count == 1 else 'actions wait'}")
+    table.expand = True
     for head, justify in (("action", "left"), ("run", "left"), ("since", "right")):
         table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("why", overflow="ellipsis", no_wrap=True)
+    table.add_column("why", overflow="ellipsis", no_wrap=not fold, ratio=1)
     for waiting in view.waiting[:rows]:
         since = seconds(max(0.0, view.now_s - waiting.since_s))
         reason = plain(waiting.reason).removeprefix(plain(waiting.id)).strip()
@@ -210,14 +222,16 @@ def _queue(view: View, rows: int) -> Table:
     return table
 
 
-def _sandboxes(view: View) -> str:
+def _sandboxes(view: View) -> Text:
+    from rich.text import Text
+
     active = sum(box.active > 0 for box in view.sandboxes)
     shown = len(view.sandboxes)
     said = f"sandboxes: {view.sandboxes_total:,} open"
     if view.sandboxes_total:
         of = f" of the last {shown:,}" if shown < view.sandboxes_total else ""
         said += f", {active:,}{of} with an action that runs"
-    return f"{said}; actions that run: {view.running_total:,}"
+    return Text(f"{said}; actions that run: {view.running_total:,}")
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, Self
 from urllib.parse import quote, urlsplit
 
 import typer
@@ -68,6 +68,14 @@ class Unreachable(ManagerError):
 
 class NotThere(ManagerError):
     """The service answers that there is no such thing."""
+
+
+class Refused(TangramError):
+    """The service does not do this; `fault` has the parts of what it says."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        super().__init__(plain(fault.message))
 
 
 class Target(NamedTuple):
@@ -153,14 +161,14 @@ class Connection:
             said = f"{self._target.url} is no service of this version of Tangram: {plain(str(error))}"
             raise ManagerError(said, retry=False) from None
 
-    async def download(self, path: str, file: BinaryIO, tell: Callable[[int, int], None]) -> int:
-        """Write the answer to a file. Returns its bytes; raises unless all came."""
+    async def download(self, path: str, write: Callable[[bytes], object], tell: Callable[[int, int], None]) -> int:
+        """Hand the answer on, piece by piece. Returns its bytes; raises unless all came."""
         async with self._asked("GET", path, None, total_s=None) as response:
             if response.status >= 400:
                 self._refused(response.status, await _whole(response))
             done, total = 0, response.content_length or 0
             async for piece in response.content.iter_any():
-                file.write(piece)
+                write(piece)
                 done += len(piece)
                 tell(done, max(done, total))
         return done
@@ -195,9 +203,10 @@ class Connection:
             said = f"the certificate of {url} is not trusted ({plain(str(why))}): give --ca FILE, the certificate that"
             raise TangramError(f"{said} signed it") from None
         if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):
-            raise TangramError(f"{url} does not speak TLS as expected: try http:// in its place ({error})") from None
+            raise TangramError(f"{url} does not speak TLS: its address may begin with http://") from None
         if isinstance(error, aiohttp.ClientConnectorError):
-            why = error.os_error.strerror or str(error.os_error)
+            number = error.os_error.errno or 0
+            why = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
             said = f"there is no service at {url} ({plain(why)}): start one with `tangram serve`, or say where it is"
             raise Unreachable(f"{said} with --url or TANGRAM_URL") from None
         if isinstance(error, TimeoutError):
@@ -226,7 +235,7 @@ class Connection:
     def _told(self, fault: Fault) -> TangramError:
         url, message = self._target.url, plain(fault.message)
         if fault.code == "unauthorized" and self._target.token:
-            return TangramError(f"{url} does not know this token: `tangram token list` shows the runs that have one")
+            return TangramError(f"{url} does not know this token: it was revoked, or is that of another service")
         if fault.code == "unauthorized":
             return TangramError(f"{url} wants a token: give --token-file FILE, or set TANGRAM_TOKEN")
         if fault.code == "forbidden":
@@ -237,8 +246,8 @@ class Connection:
         if fault.code in ("draining", "journal_failed"):
             return Unreachable(message)
         if fault.code == "rate":
-            return TangramError(f"{url} is asked too often: {message}; try again in a moment")
-        return TangramError(message)
+            return Unreachable(f"{url} is asked too often: {message}; try again in a moment")
+        return Refused(fault)
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

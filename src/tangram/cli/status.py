@@ -28,7 +28,7 @@ def status(
     if as_json:
         show.as_json(view)
         return
-    from tangram.cli.screen import screen
+    from tangram.cli.screen import put, screen
 
     console = show.console()
-    console.print(screen(view, target.url, console), highlight=False, markup=False)
+    put(console, screen(view, target.url, console))

@@ -52,19 +52,18 @@ def top(
     if not (math.isfinite(every) and EVERY_S_MIN <= every <= EVERY_S_MAX):
         raise InvalidConfig("every", every, f"seconds from {EVERY_S_MIN} to {EVERY_S_MAX:g}")
     target = service_client.target(url, token, token_file, ca)
-    console = show.console()
     if once or not sys.stdout.isatty():
-        from tangram.cli.screen import screen
+        from tangram.cli.screen import put, screen
 
-        frame = screen(service_client.view_of(target), target.url, console)
-        console.print(frame, highlight=False, markup=False)
+        console = show.console()
+        put(console, screen(service_client.view_of(target), target.url, console))
         return
-    ended_by = asyncio.run(_watch(target, every, console))
+    ended_by = asyncio.run(_watch(target, every))
     if ended_by == signal.SIGTERM:
         raise typer.Exit(128 + signal.SIGTERM)
 
 
-async def _watch(target: Target, every: float, console: Console) -> int:
+async def _watch(target: Target, every: float) -> int:
     """Until a signal, which it returns."""
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[int] = loop.create_future()
@@ -76,7 +75,7 @@ async def _watch(target: Target, every: float, console: Console) -> int:
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, stop, number)
-    watching = asyncio.ensure_future(_frames(target, every, console))
+    watching = asyncio.ensure_future(_frames(target, every))
     try:
         await asyncio.wait({watching, signalled}, return_when=asyncio.FIRST_COMPLETED)
         return signalled.result() if signalled.done() else await watching
@@ -88,11 +87,13 @@ async def _watch(target: Target, every: float, console: Console) -> int:
             loop.remove_signal_handler(number)
 
 
-async def _frames(target: Target, every: float, console: Console) -> int:
+async def _frames(target: Target, every: float) -> int:
+    from rich.console import Console
     from rich.live import Live
 
     from tangram.service.view import View
 
+    console = Console(markup=False, highlight=False, emoji=False)
     last: View | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(_waiting(None, target, "", console), refresh=True)

@@ -1,22 +1,93 @@
-"""`tangram trace`: look into a recorded trace."""
+"""`tangram trace`: get a trace of a shared service, and look into one."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from tangram.cli import show
+from tangram.cli import options, service_client, show
 from tangram.cli.options import Json
+from tangram.cli.service_client import URL, Ca, Connection, Target, Token, TokenFile, Url
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from tangram.sim.survey import RunTime, Survey
 
-app = typer.Typer(help="Look into a trace that --record wrote.", no_args_is_help=True)
+app = typer.Typer(help="Get the trace of a shared service, and look into one.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --record wrote.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --record or `trace export` wrote.")]
+
+EXPORT = """[bold]Examples[/bold]
+
+tangram trace export live.jsonl
+
+tangram trace export live.jsonl --url https://tangram.example:7433 --token-file admin-token
+"""
+
+
+@app.command("export", epilog=EXPORT)
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it. It appears when it is whole.")],
+    url: Url = URL,
+    token: Token = None,
+    token_file: TokenFile = None,
+    ca: Ca = None,
+    as_json: Json = False,
+) -> None:
+    """Download the trace of a running service, from its start until now (admin).
+
+    `tangram sim` and `tangram plan` play it: would fewer cores have done?
+    """
+    import asyncio
+    import shlex
+
+    target = service_client.target(url, token, token_file, ca)
+    options.output_files(file=file)
+    size, lines = asyncio.run(_download(target, file))
+    if as_json:
+        show.as_json({"file": str(file), "bytes": size, "lines": lines})
+        return
+    name = shlex.quote(str(file))
+    typer.echo(f"{file}: {lines:,} lines, {size / (1 << 20):,.1f} MiB\nwhat to do with it:")
+    for verb, what in NEXT.items():
+        typer.echo(f"  {f'tangram {verb} {name}':<{24 + len(name)}} # {what}")
+
+
+NEXT = {
+    "sim --trace": "how other policies would have done",
+    "plan --trace": "how few cores would have done",
+    "trace show": "what it holds, and where the time went",
+}
+
+
+async def _download(target: Target, path: Path) -> tuple[int, int]:
+    """Its bytes and lines."""
+    from tangram.sim.whole_file import whole_file
+
+    with show.progress("downloading the trace", unit="") as tell, whole_file("file", path) as file:
+
+        def told(done: int, total: int) -> None:
+            if tell is not None:
+                tell(done, total, f"{done / (1 << 20):,.1f} of {total / (1 << 20):,.1f} MiB")
+
+        async with Connection(target) as connection:
+            counted = _Lines(file)
+            size = await connection.download("/v1/trace", counted.write, told)
+    return size, counted.count
+
+
+class _Lines:
+    """Counts lines on their way into a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.count = 0
+
+    def write(self, piece: bytes) -> None:
+        self._file.write(piece)
+        self.count += piece.count(b"\n")
 
 
 @app.command(

@@ -55,7 +55,7 @@ def _shares(spending: Spending) -> dict[str, Any]:
 
 
 def _print(view: View) -> None:
-    from tangram.cli.screen import duration
+    from tangram.cli.screen import duration, put
 
     sums: dict[str, float] = {}
     for run in view.runs:
@@ -77,10 +77,10 @@ def _print(view: View) -> None:
         table.add_row(plain(run.name), duration(spending.total_s), *cells)
     console = show.console()
     if not view.runs:
-        console.print("no run has done anything since the service began", highlight=False, markup=False)
+        put(console, "no run has done anything since the service began")
         return
-    console.print(table)
-    console.print("waiting: start is what was granted and had yet to be started", highlight=False, markup=False)
+    put(console, table)
+    put(console, "waiting: start is what was granted and had yet to be started")
 
 
 def _percent(seconds: float, total: float) -> str:

@@ -2,6 +2,7 @@
 
 Owns both directions. What a recording is taken to say when it becomes a workload again:
 
+    trajectory  what the actions of one run say; of those that say nothing their sandbox, else the action alone
     thinking    the time from the end of a trajectory's turn to the next submission; what is submitted at one time, or
                 while a turn still runs, belongs to one turn
     work        seconds of execution less those that it lost to others, brought to one unit by the speed-up that the
@@ -10,6 +11,8 @@ Owns both directions. What a recording is taken to say when it becomes a workloa
     CPU use     CPU seconds over both and the cores that it ran on; unless it is elastic, no more than its limit, to
                 which our own work on sandboxes is not held, and which a short program may exceed for a moment
     quotas      the most of each pool that belongs to no node, in the header or later; an API counts as its pool does
+    caps        left out: how much a run may have running is a rule of the service that recorded it, and no baseline
+                knows it; so its actions wait for what they use alone
     services    a restore takes the median of what was recorded; the weights fill the smallest chunk that it ran on;
                 a call in a batch of n is taken to have lasted the square root of n times as long as alone
     sandboxes   as reserved
@@ -27,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tangram.core.action import Action, Outcome
-from tangram.core.demand import CORE, CPU, GPU, MEMORY
+from tangram.core.demand import CORE, CPU, GPU, MEMORY, Demand
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
@@ -70,6 +73,8 @@ SECONDS_MAX = 1e10
 """Of any time in a trace, Unix time included: far beyond, seconds and their fractions no longer fit one number."""
 SECONDS_MIN_ROUNDED = -1e-6
 """A difference of two times may come out below zero by rounding."""
+CAPS = "running/"
+"""What pools begin with that count what a run has running. A quota of that name counts in windows of time."""
 BUSY_MIN = 0.001
 SECONDS_MIN = 1e-4
 """An action that the trace shows with no time at all still took some."""
@@ -276,6 +281,8 @@ class _Reading:
     def __init__(self, pools: tuple[Pool, ...]) -> None:
         self.quotas: dict[str, Pool] = {}
         """By kind, each as it was when it allowed most: less is a complaint of the API or a fault, and passes."""
+        self.caps: set[str] = set()
+        """Kinds of pools."""
         for pool in pools:
             self._allowed(pool)
         self.seen: dict[str, _Seen] = {}
@@ -313,6 +320,9 @@ class _Reading:
             self._settled(seen, message.outcome, now)
 
     def _allowed(self, pool: Pool) -> None:
+        if pool.kind.startswith(CAPS) and pool.window is None:
+            self.caps.add(pool.kind)
+            return
         known = self.quotas.get(pool.kind)
         if not pool.node and (known is None or pool.total > known.total):
             self.quotas[pool.kind] = pool
@@ -340,11 +350,15 @@ class _Reading:
 
     def episodes(self) -> tuple[Episode, ...]:
         self.together.update(seen.batch for seen in self.seen.values() if seen.batch)
-        by_trajectory: dict[str, list[_Seen]] = {}
+        by_trajectory: dict[tuple[str, str], list[_Seen]] = {}
         for seen in self.seen.values():
             if seen.outcome is not None and seen.outcome.status.value in COMPLETED and seen.stretches:
-                by_trajectory.setdefault(seen.action.trajectory or seen.action.id, []).append(seen)
-        return tuple(self._episode(name, members) for name, members in by_trajectory.items())
+                by_trajectory.setdefault((seen.action.run, _trajectory(seen.action)), []).append(seen)
+        runs = Counter(name for _, name in by_trajectory)
+        return tuple(
+            self._episode(name if runs[name] == 1 else f"{run}/{name}", members)
+            for (run, name), members in by_trajectory.items()
+        )
 
     def _episode(self, name: str, members: list[_Seen]) -> Episode:
         first = members[0]
@@ -378,7 +392,7 @@ class _Reading:
         return Step(
             kind=action.kind,
             key=action.key,
-            demand=action.demand,
+            demand=self._demand(action.demand),
             service=action.service,
             work_s=max(SECONDS_MIN, seen.over_time(law.at) * own / slower),
             busy=max(BUSY_MIN, min(busy, seen.cores_max)),
@@ -388,6 +402,11 @@ class _Reading:
             spent=outcome.usage.spent,
             at_once=action.at_once,
         )
+
+    def _demand(self, demand: Demand) -> Demand:
+        """Without caps, unless there is nothing else."""
+        pools = {kind: amounts for kind, amounts in demand.pools.items() if kind not in self.caps}
+        return Demand(pools, demand.speedup) if pools and len(pools) < len(demand.pools) else demand
 
     def _law(self, action: Action) -> Speedup:
         if not action.demand.elastic:
@@ -420,6 +439,10 @@ class _Reading:
         for kind, pool in self.quotas.items():
             limits.setdefault(kind.partition("/")[0], []).append(ApiLimit(pool=pool, counting=_counting(pool)))
         return tuple(ApiModel(name=name, limits=tuple(found)) for name, found in limits.items())
+
+
+def _trajectory(action: Action) -> str:
+    return action.trajectory or action.sandbox or action.id
 
 
 def _turns(members: list[_Seen]) -> Iterator[list[_Seen]]:
