@@ -65,6 +65,8 @@ def _service(view: View, url: str) -> Text:
     text.append(plain(service.state), style="green" if service.state == "up" else "yellow")
     text.append(f" since {_since(service, view.at)}")
     text.append(f"\npolicy {plain(service.policy)}, durability {plain(service.durability)}")
+    if service.draining:
+        text.append(f"\nnodes that drain: {plain(', '.join(service.draining))}", style="yellow")
     if service.recovered:
         text.append(f"\nrecovered at its start: {plain(service.recovered)}")
     text.append("\n")

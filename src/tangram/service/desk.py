@@ -245,6 +245,8 @@ class Desk:
             live.looking -= 1
             live.seen_s = self._now()
         if live.settled.done():
+            if self.draining and live.settled.exception() is not None:
+                raise Draining  # it is left to the next service, which is worth waiting for
             return self.reply(caller, id, live.settled.result())
         return Reply(id=id, state=live.state)
 

@@ -218,6 +218,7 @@ class Picture:
             policy=self.scheduler.policy.name,
             durability=self.durability,
             recovered=self.recovered,
+            draining=tuple(node for node, state in self.scheduler.ledger.nodes.items() if state is NodeState.DRAINING),
         )
 
     def timeline(self, after: int, limit: int, run: str | None) -> Timeline:

@@ -187,6 +187,8 @@ class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
     """`process`, `power`, or `none`."""
     recovered: str
     """What the last start found, in a sentence; empty: nothing."""
+    draining: tuple[str, ...] = ()
+    """Nodes that take no new sandbox."""
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):

@@ -84,6 +84,7 @@ export class Header {
       ["Service", service.state], ["Up for", duration(Math.max(0, Math.round(view.at - service.began_at)))],
       ["Version", service.version], ["Policy", service.policy], ["Durability", service.durability],
     ];
+    if (service.draining?.length) facts.push(["Draining", service.draining.join(", ")]);
     if (service.recovered) facts.push(["Recovered", service.recovered]);
     keyed(this.facts, facts, ([key]) => key, () => box("span", "fact", el("span"), el("b")), (node, [key, value]) => {
       put(node.firstChild, key);
