@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -297,3 +298,15 @@ def test_a_journal_that_others_could_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="journal"):
         process.start()
     assert process.ended() == 2
+
+
+def test_whoever_manages_services_is_told_when_it_serves_and_when_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(tmp_path / "notify"))
+        told.settimeout(60.0)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with Process(tmp_path / "service", backend="fake"):
+            assert told.recv(100) == b"READY=1"
+        assert told.recv(100) == b"STOPPING=1"

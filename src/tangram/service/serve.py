@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -80,6 +81,8 @@ async def serve(config: Config, *, on_up: Callable[[Up], None] = lambda up: None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _signalled, up, number)
         try:
+            gc.collect()
+            gc.freeze()  # all that is there by now stays: no collection needs to look at it again
             on_up(up)
             _notify("READY=1")
             await up.stop.wait()
