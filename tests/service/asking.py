@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,11 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
+import pytest
 from tests.service.shared import serving
 from yarl import URL
 
+from tangram.service.listening import Patience
 from tangram.service.serve import Up
 
 ADMIN_TOKEN = "0123456789abcdef" * 4
@@ -58,6 +60,7 @@ class Caller:
         method: str,
         path: str,
         record: Any = None,
+        /,
         *,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
@@ -70,7 +73,11 @@ class Caller:
         words = "&".join(f"{name}={quote(str(value), safe='')}" for name, value in query.items())
         url = URL(f"{self.address}{path}{'?' + words if words else ''}", encoded=True)
         async with self.session.request(method, url, data=body, headers=sent, allow_redirects=False) as response:
-            return Answer(response.status, await response.read(), dict(response.headers.items()))
+            return Answer(
+                response.status,
+                await response.read(),
+                {name.lower(): value for name, value in response.headers.items()},
+            )
 
     async def submit(self, id: str, work: Mapping[str, Any], wait_s: float = 30.0, **more: Any) -> Answer:
         return await self.ask("POST", "/v1/actions", {"id": id, "work": work, **more}, wait_s=wait_s)
@@ -148,6 +155,13 @@ class Line:
         self.reader = reader
         self.writer = writer
 
+    @property
+    def port(self) -> int:
+        return int(self.writer.get_extra_info("sockname")[1])
+
+    def stop_reading(self) -> None:
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]
+
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
@@ -179,3 +193,27 @@ async def line(address: str, **options: Any) -> AsyncIterator[Line]:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
+
+
+def open_ports(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The ports of clients to whom a service of this process is connected, now."""
+    ports: set[int] = set()
+    made, lost = Patience.connection_made, Patience.connection_lost
+
+    def connection_made(self: Patience, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        ports.add(transport.get_extra_info("peername")[1])
+
+    def connection_lost(self: Patience, error: Exception | None) -> None:
+        ports.discard(self.transport.get_extra_info("peername")[1])
+        lost(self, error)
+
+    monkeypatch.setattr(Patience, "connection_made", connection_made)
+    monkeypatch.setattr(Patience, "connection_lost", connection_lost)
+    return ports
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so():  # noqa: ASYNC110 - many things are waited for, and none tells
+            await asyncio.sleep(0.01)

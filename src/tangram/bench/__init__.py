@@ -26,6 +26,10 @@ BENCHES = {
     "cpu": "whether an action gets the CPU that it was granted, no less and no more",
     "services": "six model services on two emulated devices against a device for each",
     "quota": "a burst of calls to an API that enforces its quota: shared by action, and uncontrolled",
+    "http": "what the shared service itself costs: actions that do nothing, over HTTP and with the journal on",
+    "durability": "what is left of acknowledged actions when the shared service is killed again and again",
+    "soak": "whether memory and all that the shared service could leave behind stay the same under constant load",
+    "dashboard": "how fast the dashboard answers in a browser, with ten thousand actions in view",
     "scheduler-cost": "microseconds and bytes that the scheduler itself takes, with up to a million actions waiting",
 }
 """Name to one-line description."""

@@ -1,7 +1,8 @@
 """The fake manager: runs no programs. What becomes of an action is scripted; its files are a dict.
 
 For tests and simulation: it keeps the contract of managers on whatever loop it is used, on virtual time too, since all
-that it does with time is to ask the loop for a call later. Owns nothing outside itself. Remembers all that was asked.
+that it does with time is to ask the loop for a call later. Owns nothing outside itself. Remembers what was asked, the
+last CALLS_MAX things of it.
 
     manager = FakeManager({"tests": Script(duration_s=lambda action, grant: 8.0 * CORE / grant.width)})
 
@@ -17,6 +18,7 @@ found (127). All of it happens at the end of the action, so one that is stopped 
 from __future__ import annotations
 
 import asyncio
+import collections
 import posixpath
 import shlex
 import tarfile
@@ -54,6 +56,8 @@ from tangram.managers.work import (
 )
 
 NOT_FOUND = 127
+CALLS_MAX = 10_000
+"""More than a test asks for; a service that runs for days on it must not remember all."""
 DIRECTORY_MODE = 0o755
 FILE_MODE = 0o644
 
@@ -410,8 +414,9 @@ class FakeManager:
         self._images: dict[str, FakeSandbox] = {}
         self._remembered: dict[str, str] = {}
         self._starts_by_action: dict[str, int] = {}
-        self.calls: list[Call] = []
-        """All that was asked, in order."""
+        """Of those alone whose start is scripted to fail."""
+        self.calls: collections.deque[Call] = collections.deque(maxlen=CALLS_MAX)
+        """What was asked, in order."""
 
     def pools(self) -> tuple[Pool, ...]:
         return self._pools
@@ -436,9 +441,10 @@ class FakeManager:
     async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
         self.note("start", action.id, work)
         script = self._scripts.get(action.key) or self._scripts.get("", Script())
-        starts = self._starts_by_action[action.id] = self._starts_by_action.get(action.id, 0) + 1
-        if starts <= script.start_failures:
-            raise ManagerError(f"start {starts} of action {action.id} fails: the script says so")
+        if script.start_failures:
+            starts = self._starts_by_action[action.id] = self._starts_by_action.get(action.id, 0) + 1
+            if starts <= script.start_failures:
+                raise ManagerError(f"start {starts} of action {action.id} fails: the script says so")
         name = action.sandbox
         if isinstance(work, Exec):
             return FakeExecLease(self, action, grant, script, self._box(name), work, output)

@@ -43,6 +43,8 @@ ERRAND: dict[type[Work], float] = {Open: 0.2, Close: 0.1, Commit: 0.5}
 
 UNITS_MAX = 1 << 53
 """Of a demand: the last whole number that every number with a point can tell from its neighbours."""
+PATH_LENGTH_MAX = 4096
+"""Of a place where modules are looked for: what kernels take."""
 CHOICES_MAX = 64
 """Admissible amounts that are named one by one."""
 
@@ -163,6 +165,9 @@ def _work(asked: Submission, caller: Caller, names: Names, rules: Rules) -> AnyW
     if isinstance(work, Call):
         if not rules.functions:
             raise AdmissionRefused("functions", "this service runs no functions: it has no sandboxes for them")
+        for path in work.function.paths:
+            if len(path) > PATH_LENGTH_MAX:
+                raise InvalidAction("function.paths", path, f"paths of at most {PATH_LENGTH_MAX} characters")
         return work
     if isinstance(work, Post) and not work.endpoint.url.startswith(rules.endpoints or ("\0",)):
         known = ", ".join(rules.endpoints) or "none"

@@ -1,0 +1,351 @@
+"""Whether the shared service stays as it is under a constant load: its memory, and all that it can leave behind.
+
+The service runs in a process of its own, as `tangram serve` does. Clients of all kinds use it without a pause:
+sandboxes that are opened, used and closed, files and trees, parts of a quota, actions that are cancelled, outputs that
+are followed, clients that vanish in the middle of a request, and functions where the service has them. It remembers the
+last actions that have settled, for its dashboard; the warm-up fills that memory. It also remembers the trajectories of
+the last hour, which no warm-up fills: every sandbox of the load is a new one, so what they take is part of the growth.
+
+`rss_growth` compares the median resident memory of the last quarter with that of the second one, as a share.
+`leaks` counts what is there at the end, when nobody asks for anything, beyond what was there after the warm-up:
+descriptors of the service, tasks of its loop, processes below it, control groups, mounts, directories and files of
+sandboxes, temporary files. Each kind is printed as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
+from tangram.bench.reservation import usual_backend
+from tangram.bench.service_process import ServiceProcess
+from tangram.client.client import Client, connect
+from tangram.client.functions import function
+from tangram.errors import InvalidConfig, ManagerError, TangramError
+from tangram.managers.cpu.hierarchies import find_hierarchies
+from tangram.managers.work import MIB, Exec
+from tangram.service.view import TIMELINE_ROWS_MAX
+from tangram.service.wire import Submission
+
+OPTIONS = ("backend",)
+BACKENDS = ("sandbox", "process")
+
+MEMORY = "32MiB"
+"""Of each sandbox."""
+QUOTA = "search"
+FILLING, FILLERS = "filling", 16
+"""A quota for the warm-up alone, and those who use it at once."""
+SAMPLE_S = 0.25
+IDLE_S_MAX = 20.0
+"""For what is ending when nobody asks for anything more."""
+LOOK_S = 0.25
+STILL_LOOKS = 4
+"""A count that was the same so often is taken for that of an idle service."""
+KEPT_S = 5.0
+"""Results that nobody fetched, because their clients vanished."""
+BYTES = 40_000
+"""Of a file that is written and read back."""
+VANISH_S = 0.05
+CORES = 2.0
+"""Of the service."""
+JSON = {"content-type": "application/json"}
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    seconds: float = 600.0
+    """Under load, without the warm-up."""
+    warm_s: float = 20.0
+    """Of the whole load, besides filling what is remembered."""
+    remembered: int = TIMELINE_ROWS_MAX
+    """Actions by which that is filled."""
+    clients: int = 2
+    """Of each kind."""
+    seed: int = 0
+
+
+FULL = Sizes()
+QUICK = Sizes(seconds=60.0, warm_s=5.0)
+
+
+def measure(
+    sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, backend: str = ""
+) -> BenchResult:
+    backend = backend or usual_backend()[0]
+    if backend not in BACKENDS:
+        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
+    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
+        Path(folder).chmod(0o711)  # programs in sandboxes are nobody's; what is secret in it has modes of its own
+        return asyncio.run(_measure(sizes, Path(folder), backend, progress))
+
+
+async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress) -> BenchResult:
+    found = Findings()
+    for name in ("state", "tmp"):
+        (folder / name).mkdir(mode=0o711)
+    tables: dict[str, dict[str, Any]] = {
+        "service": {"sandboxes_on_stop": "close", "results_keep_s": KEPT_S},
+        "node": {"backend": backend, "cores": CORES, "state": str(folder / "state")},
+        "quotas": {QUOTA: 4, FILLING: FILLERS},
+    }
+    service = ServiceProcess(folder, tables, watched=True, variables={"TMPDIR": str(folder / "tmp")})
+    async with service:
+        footprint = Footprint(service, folder)
+        load = Load(service.url, sizes)
+        await load.fill(sizes.remembered)
+        progress(0.1)
+        await load.run(sizes.warm_s)
+        before = await footprint.at_idle()
+        samples = await _sampled(service, load, sizes.seconds, progress)
+        after = await footprint.at_idle()
+        inside = await service.inside()
+    _tell(found, samples, before, after)
+    done = sum(load.done.values())
+    found.add("actions", float(done), PRINTED)
+    found.notes.append(
+        f"Backend {backend}. Done of each kind: " + ", ".join(f"{name} {count}" for name, count in load.done.items())
+    )
+    found.notes += load.notes
+    if load.failed:
+        found.notes.append(f"{len(load.failed)} of them failed, the first with: {load.failed[0]}")
+    found.add("failed", float(len(load.failed)), at_most(0.0))
+    found.notes += [f"allocated since the warm-up: {place}" for place in inside.places]
+    return found.result("soak", "measured", sizes)
+
+
+async def _sampled(service: ServiceProcess, load: Load, seconds: float, progress: Progress) -> list[int]:
+    samples = []
+
+    async def sample() -> None:
+        began = time.monotonic()
+        while True:
+            samples.append(service.rss_bytes())
+            progress(0.1 + 0.9 * min(1.0, (time.monotonic() - began) / seconds))
+            await asyncio.sleep(SAMPLE_S)
+
+    sampling = asyncio.create_task(sample())
+    try:
+        await load.run(seconds)
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+    return samples
+
+
+def _tell(found: Findings, samples: list[int], before: dict[str, int], after: dict[str, int]) -> None:
+    found.add("rss_growth", growth(samples), at_most(0.05))
+    found.add("leaks", float(sum(max(0, after[kind] - before[kind]) for kind in before)), at_most(0.0))
+    found.add("rss_mib", statistics.median(samples[-max(1, len(samples) // 4) :]) / MIB, PRINTED)
+    for kind in before:
+        found.add(f"left_{kind}", float(after[kind] - before[kind]), PRINTED)
+
+
+def growth(samples: list[int]) -> float:
+    """Of the last quarter over the second, as a share."""
+    quarter = max(1, len(samples) // 4)
+    return statistics.median(samples[-quarter:]) / statistics.median(samples[quarter : 2 * quarter] or samples) - 1.0
+
+
+# ---- what there is --------------------------------------------------------------------------------------------------
+
+
+class Footprint:
+    """All that a service could leave behind."""
+
+    def __init__(self, service: ServiceProcess, folder: Path) -> None:
+        self._service = service
+        self._folder = folder
+
+    async def at_idle(self) -> dict[str, int]:
+        """When nothing changes any more, or after IDLE_S_MAX."""
+        deadline = time.monotonic() + IDLE_S_MAX
+        counts, still = await self._counts(), 0
+        while still < STILL_LOOKS and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
+            now = await self._counts()
+            still = still + 1 if now == counts else 0
+            counts = now
+        return counts
+
+    async def _counts(self) -> dict[str, int]:
+        inside = await self._service.inside()
+        return {
+            "descriptors": len(self._service.descriptors()),
+            "tasks": inside.tasks,
+            "processes": len(processes_below(self._service.pid)),
+            "control_groups": self._control_groups(),
+            "mounts": self._mounts(),
+            "sandbox_files": sum(1 for _ in (self._folder / "state").rglob("*")),
+            "temporary_files": sum(1 for _ in (self._folder / "tmp").rglob("*")),
+        }
+
+    def _control_groups(self) -> int:
+        owners = self._folder / "state" / "owners"
+        if not owners.is_dir():
+            return 0
+        places = dict.fromkeys(find_hierarchies().by_controller.values())
+        roots = [place / "tangram" / owner.name for owner in owners.iterdir() for place in places]
+        return sum(1 for root in roots for _, folders, _ in os.walk(root) for _ in folders)
+
+    def _mounts(self) -> int:
+        """As the service sees them."""
+        text = Path(f"/proc/{self._service.pid}/mountinfo").read_text()
+        return sum(f" {self._folder}/" in line for line in text.splitlines())
+
+
+def processes_below(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                stat = Path(f"/proc/{entry}/stat").read_text(encoding="ascii", errors="replace")
+                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    found = list(children.get(pid, ()))
+    for each in found:  # grows meanwhile
+        found += children.get(each, ())
+    return found
+
+
+# ---- the load -------------------------------------------------------------------------------------------------------
+
+
+@function(cpus=0.5, memory="256MiB", max_instances=2, idle_s=5.0)
+def doubled(number: int) -> int:
+    return 2 * number
+
+
+class Load:
+    """Clients of all kinds."""
+
+    def __init__(self, url: str, sizes: Sizes) -> None:
+        self._url = url
+        self._sizes = sizes
+        self._draw = random.Random(sizes.seed)
+        self._numbers = itertools.count(1)
+        self.done: dict[str, int] = {}
+        """Rounds by kind."""
+        self.failed: list[str] = []
+        self.notes: list[str] = []
+        self._kinds: dict[str, Callable[[Client], Awaitable[None]]] = {
+            "sandbox": self._sandbox,
+            "files": self._files,
+            "quota": self._quota,
+            "cancelled": self._cancelled,
+            "followed": self._followed,
+            "vanished": self._vanished,
+        }
+        self._tried_functions = False
+
+    async def fill(self, count: int) -> None:
+        """What the service remembers of actions that have settled, by the cheapest ones that are granted something, as
+        those of the load are: one that never got anything takes less memory."""
+        left = iter(range(count))
+
+        async def holds(t: Client) -> None:
+            for _ in left:  # shared by all
+                async with t.quota(FILLING):
+                    pass
+
+        async with connect(self._url) as t:
+            await asyncio.gather(*(holds(t) for _ in range(FILLERS)))
+
+    async def run(self, seconds: float) -> None:
+        """All kinds side by side for so long; then whatever they began is over."""
+        end = time.monotonic() + seconds
+        async with connect(self._url) as t:
+            await self._try_functions(t)
+            clients = [self._repeat(t, name, end) for name in self._kinds for _ in range(self._sizes.clients)]
+            await asyncio.gather(*clients)
+
+    async def _repeat(self, t: Client, name: str, end: float) -> None:
+        while time.monotonic() < end:
+            try:
+                await self._kinds[name](t)
+            except TangramError as error:
+                self.failed.append(f"{name}: {type(error).__name__}: {error}")
+                await asyncio.sleep(0.1)
+            self.done[name] = self.done.get(name, 0) + 1
+
+    async def _try_functions(self, t: Client) -> None:
+        if self._tried_functions:
+            return
+        self._tried_functions = True
+        try:
+            await self._function(t)
+        except Exception as error:
+            self.notes.append(f"Functions are left out: {error}")
+        else:
+            self._kinds["function"] = self._function
+
+    async def _sandbox(self, t: Client) -> None:
+        number = next(self._numbers)
+        async with t.sandbox(memory=MEMORY, trajectory=f"t{number}") as box:
+            for _ in range(self._draw.randint(1, 5)):
+                _require((await box.exec("echo word; exit 3")).exit_code, 3)
+            session = box.session()
+            _require((await session.exec("cd / && pwd")).stdout, "/\n")
+
+    async def _files(self, t: Client) -> None:
+        content = self._draw.randbytes(BYTES)
+        async with t.sandbox(memory=MEMORY) as box:
+            await box.write("folder/file", content)
+            _require(await box.read("folder/file"), content)
+            _require([entry.name for entry in await box.list("folder")], ["file"])
+            with tempfile.TemporaryDirectory(prefix="tangram-bench-") as local:
+                await box.download("folder", local)
+                await box.upload(f"{local}/folder", "again")
+            _require(await box.read("again/folder/file"), content)
+            await box.delete("folder")
+
+    async def _quota(self, t: Client) -> None:
+        async with t.quota(QUOTA):
+            await asyncio.sleep(self._draw.uniform(0.0, 0.02))
+
+    async def _cancelled(self, t: Client) -> None:
+        async with t.sandbox(memory=MEMORY) as box:
+            running = asyncio.create_task(box.exec("sleep 100 & sleep 100"))
+            await asyncio.sleep(self._draw.uniform(0.0, 0.2))
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    async def _followed(self, t: Client) -> None:
+        heard: list[str | bytes] = []
+        async with t.sandbox(memory=MEMORY) as box:
+            command = "for i in 1 2 3 4 5; do echo $i; sleep 0.02; done"
+            await box.exec(command, on_output=lambda stream, data: heard.append(data))
+        _require(len(heard) > 0, True)
+
+    async def _vanished(self, t: Client) -> None:
+        """A client of its own, which is cut off while it waits, and never comes back for its result."""
+        import aiohttp
+
+        async with t.sandbox(memory=MEMORY) as box, aiohttp.ClientSession() as session:
+            id = f"vanished-{os.getpid()}-{next(self._numbers)}"
+            submission = Submission(id=id, work=Exec(command="sleep 0.1"), sandbox=box.name)
+            timeout = aiohttp.ClientTimeout(total=VANISH_S)
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+                url, body = f"{self._url}/v1/actions?wait_s=20", msgspec.json.encode(submission)
+                async with session.post(url, data=body, headers=JSON, timeout=timeout) as response:
+                    raise ManagerError(f"expected no answer yet, got {response.status}", retry=False)
+
+    async def _function(self, t: Client) -> None:
+        number = self._draw.randrange(1000)
+        value: int = await t.call(doubled, number)
+        _require(value, 2 * number)
+
+
+def _require(found: object, expected: object) -> None:
+    if found != expected:
+        raise ManagerError(f"expected {expected!r}, got {found!r}", retry=False)
