@@ -17,7 +17,7 @@ from tangram.client.functions import Functions
 from tangram.client.transport import LocalPending, Pending
 from tangram.core.action import Action
 from tangram.core.limits import Limits
-from tangram.core.messages import cpu_node
+from tangram.core.messages import Pool, PoolChanged, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions import Call, EndpointManager, FunctionManager, Post
@@ -33,9 +33,13 @@ Test = Callable[["Bench"], Awaitable[None]]
 class Direct:
     """An orchestrator, as calls see it."""
 
+    by_value = False
+
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
-        self.tell = orchestrator.tell
+
+    def announce(self, pool: Pool) -> None:
+        self._orchestrator.tell(PoolChanged(pool=pool))
 
     def submit(self, action: Action, work: Work) -> Pending:
         return LocalPending(self._orchestrator, self._orchestrator.submit(action, work))

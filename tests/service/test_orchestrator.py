@@ -320,3 +320,29 @@ def test_an_action_that_is_stopped_while_its_executor_starts_it_does_not_wait_fo
         scheduler.check()
 
     asyncio.run(main())
+
+
+class Buggy(FakeManager):
+    """A manager with a bug that somebody found."""
+
+    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
+        if action.key == "found":
+            raise ValueError("a digit too many")
+        return await super().start(action, grant, work, output)
+
+
+def test_a_bug_in_a_manager_costs_the_action_that_found_it_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    def rig() -> Rig:
+        made = Rig({"held": Script(duration_s=0.02)})
+        made.manager = Buggy({"held": Script(duration_s=0.02)}, cores=2)
+        made.orchestrator._managers[made.node] = made.manager
+        return made
+
+    async def test(rig: Rig) -> None:
+        other = rig.submit("held")
+        lost = await rig.run("found")
+        assert lost.outcome.status is Status.LOST and "bug" in lost.outcome.reason
+        assert (await rig.orchestrator.settle(other)).outcome.status is Status.SUCCEEDED
+
+    with_rig(test, rig)
+    assert "a digit too many" in caplog.text

@@ -145,7 +145,7 @@ def test_the_ring_of_rows_answers_as_a_list_of_all_would(count: int, after: int,
     world = World(*cpu_node("n0", 2))
     for number in range(count):
         world.run(f"a{number % 10}", run=f"r{number % 2}")
-        past = world.picture.rows.find(f"a{number % 10}")
+        past = world.picture.rows.find(f"a{number % 10}", None)
         assert past is not None
         rows.keep(past)
         kept.append(past)
@@ -158,8 +158,20 @@ def test_the_ring_of_rows_answers_as_a_list_of_all_would(count: int, after: int,
     assert [*timeline.rows, *rest.rows] == mine
     for past in kept[-8:]:
         newest = [other for other in kept if other.row.id == past.row.id][-1]
-        assert rows.find(past.row.id) is newest
-    assert all(rows.find(f"a{number}") is None for number in range(10, 12))
+        assert rows.find(past.row.id, None) is newest
+        assert rows.find(past.row.id, "another") is None
+    assert all(rows.find(f"a{number}", None) is None for number in range(10, 12))
+
+
+def test_who_comes_under_the_name_of_a_run_that_has_ended_sees_none_of_its_rows() -> None:
+    world = World(*cpu_node("n0", 2))
+    world.run("a", run="r")
+    world.run("b", run="other")
+    world.picture.hide("r")
+    world.run("c", run="r")
+    assert [row.id for row in world.picture.timeline(0, 10, "r").rows] == ["c"]
+    assert world.picture.story("a", "r") is None and world.picture.story("c", "r") is not None
+    assert [row.id for row in world.picture.timeline(0, 10, None).rows] == ["a", "b", "c"]
 
 
 def test_settled_actions_are_counted_by_run_and_status() -> None:

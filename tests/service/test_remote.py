@@ -186,6 +186,46 @@ def test_a_run_that_is_revoked_loses_all_that_it_has(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
+    """The same submission is the same action, whatever the cap is by now; and a cap that is taken away caps no more."""
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", cores=8) as (admin, math):
+            ask, said = admin._transport.wire.ask, math._transport.wire.ask  # type: ignore[attr-defined]
+
+            async def cap(running_max: int | None) -> None:
+                await ask("PATCH", "/v1/runs/math", {"weight": 1.0, "caps": {"running_max": running_max}})
+
+            async def running(number: int) -> None:
+                while f'"running_total":{number}'.encode() not in await ask("GET", "/v1/view"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+            async with math.sandbox() as box:
+                await cap(1)
+                demand = {"pools": {"cpu": {"min": 1000, "max": 1000}}}
+                bodies = [
+                    {
+                        "id": f"a{n}",
+                        "sandbox": box.name,
+                        "demand": demand,
+                        "work": {"type": "Exec", "command": "sleep 60"},
+                    }
+                    for n in range(4)
+                ]
+                for body in bodies[:2]:
+                    await said("POST", "/v1/actions", body, wait_s=0.0)
+                await running(1)
+                await cap(None)
+                assert b'"a0"' in await said("POST", "/v1/actions", bodies[0], wait_s=0.0)
+                for body in bodies[2:]:
+                    await said("POST", "/v1/actions", body, wait_s=0.0)
+                await running(3)
+                for body in bodies:
+                    await said("POST", f"/v1/actions/{body['id']}/cancel")
+
+    asyncio.run(main())
+
+
 # ---- connecting ---------------------------------------------------------------------------------------------------
 
 

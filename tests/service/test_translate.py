@@ -13,7 +13,7 @@ from tangram.core.demand import fixed
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.work import HOST_IMAGE, Commit, Open
 from tangram.service.auth import Caller
-from tangram.service.translate import CHOICES_MAX, KINDS, UNITS_MAX, Names, Rules, running_pool, translated
+from tangram.service.translate import CHOICES_MAX, KINDS, UNITS_MAX, Names, Rules, capped, running_pool, translated
 from tangram.service.view import HIDDEN
 from tangram.service.wire import NAME, RUN, Caps, Submission
 
@@ -200,4 +200,5 @@ def test_functions_are_called_only_where_there_are_sandboxes_for_them() -> None:
 
 def test_a_cap_on_what_runs_is_a_pool_of_its_run() -> None:
     action, _ = said(Caller("a", "a", False, Caps(running_max=2)))
-    assert action.demand.pools[running_pool("a")] == fixed(1)
+    assert running_pool("a") not in action.demand.pools, "then a submission would change when the cap does"
+    assert capped(action).demand.pools[running_pool("a")] == fixed(1)

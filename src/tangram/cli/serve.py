@@ -28,11 +28,12 @@ tangram serve --config tangram.toml --check  [dim]# is the config right?[/dim]
 
 
 class OneLine(logging.Formatter):
-    """A record is one line, whatever somebody put into it: what is not printable is escaped."""
+    """A record is one line, whatever somebody put into it: what is not printable is escaped. Lines of a traceback are
+    marked as such."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return "\n".join(_escaped(line) for line in text.split("\n")) if record.exc_info else _escaped(text)
+        first, *more = super().format(record).split("\n") if record.exc_info else [super().format(record)]
+        return "\n".join([_escaped(first), *(f"    | {_escaped(line)}" for line in more)])
 
 
 def _escaped(text: str) -> str:
@@ -71,6 +72,7 @@ def serve(
         typer.echo(f"{config or 'the defaults'}: right; would listen on {said.service.listen}")
         return
     _log(verbose)
+    _allow_open_files()
     try:
         from tangram.service.serve import serve as run
     except ImportError as error:
@@ -96,6 +98,14 @@ def _config(path: Path | None, listen: str | None) -> Config:
     if listen is None:
         return said
     return msgspec.structs.replace(said, service=msgspec.structs.replace(said.service, listen=listen))
+
+
+def _allow_open_files() -> None:
+    """As many as may be: each action that is waited for holds a connection."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _log(verbose: bool) -> None:

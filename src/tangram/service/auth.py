@@ -16,7 +16,8 @@ import hmac
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
@@ -79,6 +80,8 @@ class Runs:
         self._admin_hash = hash_of(admin_token) if admin_token else b""
         self._turn = asyncio.Lock()
         """Changes go one after the other: what is revoked while it is written does not come back."""
+        self._ending: set[str] = set()
+        """Runs whose token was revoked, and which still have something."""
         for run in known:
             self._enter(run.name, run.token_hash, msgspec.msgpack.decode(run.record, type=Record))
 
@@ -113,6 +116,8 @@ class Runs:
             if name in self._record_by_run:
                 said = f"there is a run {name}; revoke it first, or change it with PATCH"
                 raise AdmissionRefused("run_exists", said)
+            if name in self._ending:
+                raise AdmissionRefused("run_exists", f"run {name} is being ended; try again when that is done")
             if len(self._record_by_run) >= RUNS_MAX:
                 raise AdmissionRefused("runs_max", f"there are {RUNS_MAX} runs, which is the most; revoke one")
             token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
@@ -132,11 +137,23 @@ class Runs:
 
     async def revoke(self, name: str) -> None:
         """Its token is no longer taken, from the moment on when this begins."""
+        async with self.revoking(name):
+            pass
+
+    @asynccontextmanager
+    async def revoking(self, name: str) -> AsyncIterator[None]:
+        """As `revoke`. Nobody gets a token under that name before the context is left, in which all that it has is
+        taken away."""
         async with self._turn:
             self.record(name)
             self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
             del self._record_by_run[name]
+            self._ending.add(name)
             await self._facts.run_removed(name)
+        try:
+            yield
+        finally:
+            self._ending.discard(name)
 
     def record(self, name: str) -> Record:
         found = self._record_by_run.get(name)

@@ -24,7 +24,7 @@ from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
-from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
+from tangram.managers.work import MIB, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
 from tangram.service.fault import fault_of
 from tangram.service.images import OwnedImages
@@ -37,6 +37,7 @@ from tangram.service.translate import (
     ERRAND,
     Names,
     Rules,
+    capped,
     endpoint_pool,
     function_pool,
     running_pool,
@@ -94,6 +95,8 @@ class Desk:
         self._lives = Lives(now)
         self._tails = EndedTails(now)
         self._functions_by_space: dict[str, set[str]] = {}
+        self._capped: set[str] = set()
+        """Runs of which only so many actions may run at once."""
         self._warm = warm
         self._numbers = count(1)
 
@@ -161,14 +164,15 @@ class Desk:
     async def _begin(self, live: Live) -> None:
         """Hand it to the orchestrator. What that refuses settles: it was acknowledged to the journal already."""
         action = live.action
-        gone = None if isinstance(live.work, Open | Close) else self.gone.get(action.sandbox)
-        if gone is not None:
+        if isinstance(live.work, Exec | Commit) and action.sandbox not in self._lives.boxes:
+            gone = self.gone.get(action.sandbox, "it did not survive a restart of the service")
             outcome = Outcome(action=action.id, status=Status.LOST, reason=f"its sandbox is gone: {gone}")
             await self._conclude(live, Settled(outcome=outcome))
             return
         try:
             self._announce(space_of(action.id), live.work)
-            ticket = live.ticket = self.orchestrator.submit(action, live.work, live.tail)
+            asked = capped(action) if action.run in self._capped else action
+            ticket = live.ticket = self.orchestrator.submit(asked, live.work, live.tail)
         except (AdmissionRefused, InvalidInput) as error:
             await self._conclude(live, _refused(action.id, error))
             return
@@ -340,10 +344,17 @@ class Desk:
 
     # ---- runs ----
 
-    def weigh(self, run: str, weight: float, running_max: int | None) -> None:
+    def weigh(self, run: str, weight: float) -> None:
         self.orchestrator.tell(RunChanged(run=run, weight=weight))
-        if running_max is not None:
-            self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=running_max)))
+
+    def cap(self, run: str, running_max: int | None) -> None:
+        """How many actions of a run may run at once, of those that come from now on; None: as many as there is room
+        for."""
+        if running_max is None:
+            self._capped.discard(run)
+            return
+        self._capped.add(run)
+        self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=running_max)))
 
     async def end_run(self, space: str) -> None:
         """Its actions are cancelled and its sandboxes closed; then its results go."""

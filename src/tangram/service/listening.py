@@ -229,6 +229,7 @@ async def serving(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         date_header=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=int(STOP_S),

@@ -7,13 +7,15 @@ closing has settled is gone with its memory, and that leaving the context ends a
 is remembered before it is made, and an end before it is told.
 
 One task group holds all tasks. A bug in the scheduler ends the group and with it whoever entered the orchestrator; what
-a manager raises does not: it becomes StartFailed or a lost Finished, and the scheduler says what follows.
+a manager raises does not, not even a bug of its own: it becomes StartFailed or a lost Finished, and the scheduler says
+what follows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -54,6 +56,8 @@ LOOK_FIRST_S = 0.25
 LOOK_MAX_S = 8.0
 """Running actions whose CPU nobody declared are measured after the first, then each time after twice as long, at most
 every so often."""
+
+log = logging.getLogger("tangram.service")
 
 NOTHING = Demand({CPU: fixed(1)})
 """Of an action that is never granted anything; a demand cannot be empty."""
@@ -476,6 +480,9 @@ class Orchestrator:
             retry = error.retry if isinstance(error, ManagerError) else True
             self._send(StartFailed(action=action, reason=str(error), retry=retry, attempt=grant.attempt))
             return
+        except Exception as error:
+            self._send(StartFailed(action=action, reason=_bug(action, error), retry=False, attempt=grant.attempt))
+            return
         ticket.lease = lease
         self._send(Started(action=action, attempt=grant.attempt))
         if not ticket.started.done():
@@ -490,6 +497,8 @@ class Orchestrator:
             ended = Ended(lost=str(error))
         except (ManagerError, OSError) as error:
             ended = Ended(lost=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            ended = Ended(lost=_bug(action, error))
         if ticket.look is not None:
             ticket.look.cancel()
             ticket.look = None
@@ -548,6 +557,12 @@ def _ends_sandbox(work: Work, settled: Settled) -> bool:
     if isinstance(work, Open):
         return settled.outcome.status is not Status.SUCCEEDED
     return isinstance(work, Close)
+
+
+def _bug(action: str, error: Exception) -> str:
+    """What somebody sent may have found it; others must not pay for that."""
+    log.error("a bug in a manager action=%s", action, exc_info=error)
+    return f"a bug in Tangram, which its log tells more of: {type(error).__name__}"
 
 
 async def _raise(error: Exception) -> None:

@@ -225,6 +225,10 @@ class Picture:
         """Rows after that number, at most so many."""
         return self.rows.after(max(0, after), max(0, min(limit, TIMELINE_ROWS_MAX)), run, self.instance)
 
+    def hide(self, run: str) -> None:
+        """The run has ended: whoever comes under its name sees nothing of what it did."""
+        self.rows.hide(run)
+
     def story(self, id: str, run: str | None) -> Story | None:
         """None: there is no such action, or not one that this run may see."""
         life = self.lives.by_id.get(id)
@@ -240,8 +244,8 @@ class Picture:
                 explanation=panes.explained(self.scheduler, entry, panes.foreign(self.scheduler, run)),
                 lines=live_lines(life),
             )
-        past = self.rows.find(id)
-        if past is None or (run is not None and past.row.run != run):
+        past = self.rows.find(id, run)
+        if past is None:
             return None
         row = past.row
         return Story(id=id, run=row.run, name=row.name, status=row.status, explanation=past.reason,

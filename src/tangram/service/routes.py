@@ -60,6 +60,8 @@ from tangram.service.wire import (
 
 FILE_BYTES_MAX = 256 << 20
 """Of one file that is read or written as such; larger ones go as trees."""
+READS_MAX = 8
+"""Files that are read into memory at once."""
 TIMELINE_ROWS = 5000
 MODE = 0o644
 LINE = msgspec.json.Encoder()
@@ -121,6 +123,7 @@ class Api:
         self._sight = sight
         self._about = about
         self._uploads = Uploads()
+        self._reading = asyncio.Semaphore(READS_MAX)
         self._submission = msgspec.json.Decoder(Submission)
 
     async def about(self, ask: Ask) -> Response:
@@ -193,7 +196,8 @@ class Api:
     async def read_file(self, ask: Ask) -> Response:
         box, path = self._box(ask)
         most = ask.whole("bytes_max", FILE_BYTES_MAX, FILE_BYTES_MAX)
-        content = await self._manager.read(box, path, bytes_max=most)
+        async with self._reading:
+            content = await self._manager.read(box, path, bytes_max=most)
         return Response(content, media_type="application/octet-stream")
 
     async def write_file(self, ask: Ask) -> Response:
@@ -201,7 +205,7 @@ class Api:
         mode = ask.whole("mode", MODE, 0o7777)
 
         async def write(file: BinaryIO) -> None:
-            await self._manager.write(box, path, file.read(), mode=mode)
+            await self._manager.write(box, path, await asyncio.to_thread(file.read), mode=mode)
 
         await self._uploads.spooled(ask, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
         return nothing()
@@ -218,7 +222,8 @@ class Api:
         most = ask.whole("bytes_max", self._desk.limits.file_bytes_max, self._desk.limits.file_bytes_max)
         file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - the answer closes it
         try:
-            await self._manager.pack(box, path, file, bytes_max=most)
+            async with self._reading:
+                await self._manager.pack(box, path, file, bytes_max=most)
             size = file.seek(0, 2)
             file.seek(0)
         except BaseException:
@@ -284,27 +289,30 @@ class Api:
         ask.require_admin()
         asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
         made = await self._runs.make(ask.part("name"), asked)
-        self._desk.weigh(made.name, made.weight, made.caps.running_max)
+        self._desk.weigh(made.name, made.weight)
+        self._desk.cap(made.name, made.caps.running_max)
         return json_answer(made, 201)
 
     async def change_run(self, ask: Ask) -> Response:
         ask.require_admin()
         asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
         changed = await self._runs.change(ask.part("name"), asked)
-        self._desk.weigh(changed.name, changed.weight, changed.caps.running_max)
+        self._desk.weigh(changed.name, changed.weight)
+        self._desk.cap(changed.name, changed.caps.running_max)
         return json_answer(changed)
 
     async def revoke_run(self, ask: Ask) -> Response:
         ask.require_admin()
         name = ask.part("name")
-        await self._runs.revoke(name)
-        await self._desk.end_run(name)
+        async with self._runs.revoking(name):
+            await self._desk.end_run(name)
+            self._sight.forget(name)
         return nothing()
 
     async def weigh(self, ask: Ask) -> Response:
         ask.require_admin()
         asked: WeightRequest = await read_json(ask, _WEIGHT, self._desk.limits.body_bytes_max)
-        self._desk.weigh(require_name("run", ask.part("run")), asked.weight, None)
+        self._desk.weigh(require_name("run", ask.part("run")), asked.weight)
         return nothing()
 
     async def resize_pool(self, ask: Ask) -> Response:

@@ -33,7 +33,7 @@ from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManag
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quota import Quota, QuotaManager, Rate
-from tangram.managers.work import GIB, Hold, Work
+from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, Hold, Work
 from tangram.service.api import Door
 from tangram.service.app import application
 from tangram.service.auth import Runs
@@ -81,8 +81,7 @@ async def serve(config: Config, *, on_up: Callable[[Up], None] = lambda up: None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _signalled, up, number)
         try:
-            gc.collect()
-            gc.freeze()  # all that is there by now stays: no collection needs to look at it again
+            _calm_collector()
             on_up(up)
             _notify("READY=1")
             await up.stop.wait()
@@ -90,6 +89,14 @@ async def serve(config: Config, *, on_up: Callable[[Up], None] = lambda up: None
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+
+def _calm_collector() -> None:
+    """All that is there by now stays: no collection needs to look at it again. What comes and goes with an action is
+    freed without it, so it need not look often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _signalled(up: Up, number: int) -> None:
@@ -124,9 +131,11 @@ async def running(config: Config) -> AsyncIterator[Up]:
             stack.callback(parts.event_log.close)
         async with parts.orchestrator:
             # The desk is there before the first answer, and the door is open before anything can end.
+            for run in parts.runs.all():
+                parts.desk.cap(run.name, run.caps.running_max)
             report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name)
             for run in parts.runs.all():
-                parts.desk.weigh(run.name, run.weight, run.caps.running_max)
+                parts.desk.weigh(run.name, run.weight)
             parts.picture.recovered = str(report)
             app = application(parts.api, parts.door)
             http = serving(
@@ -225,7 +234,7 @@ class _Parts:
             functions=Call in executors,
             endpoints=config.service.endpoints,
             network=config.limits.network,
-            capture_bytes_max=config.limits.body_bytes_max,
+            capture_bytes_max=max(config.limits.body_bytes_max, CAPTURE_BYTES_MAX),
         )
         self.desk = Desk(
             self.orchestrator,

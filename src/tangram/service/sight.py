@@ -28,6 +28,8 @@ class Picture(Protocol):
 
     def story(self, id: str, run: str | None) -> Story | None: ...
 
+    def hide(self, run: str) -> None: ...
+
 
 class Sight:
     def __init__(
@@ -57,6 +59,10 @@ class Sight:
         """`id` with the name of its run before it, as the view shows it; or as its caller chose it."""
         run = _run(caller)
         return self._picture.story(id, run) or self._picture.story(f"{caller.space}/{id}", run)
+
+    def forget(self, run: str) -> None:
+        """Whoever comes under its name later sees nothing of it."""
+        self._picture.hide(run)
 
     def services(self) -> list[ServiceReply]:
         found = self._models.services() if self._models is not None else ()

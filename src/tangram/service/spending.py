@@ -12,9 +12,9 @@ A second that several actions of one trajectory share, because they all execute 
 equal parts. So nothing is counted twice, and the parts add up to the whole. What an action had is entered in the sums
 of its run when it leaves a phase; what is under way is not in them yet. Never looks at a clock or at the scheduler.
 
-A trajectory is what actions say it is; where they say nothing it is their sandbox, else the action itself. One in which
-nothing is under way is forgotten after IDLE_S: what comes later under its name is another trajectory, so a longer pause
-is nobody's thinking.
+A trajectory is what actions say it is; where they say nothing it is their sandbox, else the action itself. It ends when
+its last sandbox was closed, and one without ends when nothing was under way in it for IDLE_S: what comes later under
+its name is another trajectory, so a longer pause is nobody's thinking.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ class Trajectory:
     """What is under way in one. The shares count, per phase, the seconds that each action in it has had since the
     trajectory began: an action remembers the count at which it came, and what it had is the difference."""
 
-    __slots__ = ("at_s", "counts", "key", "shares", "sums")
+    __slots__ = ("at_s", "boxes", "counts", "key", "shares", "sums")
 
     def __init__(self, key: tuple[str, str] | None, sums: Sums, now: float) -> None:
         self.key = key
         """Its run and name. None: it consists of one action, and ends with it."""
         self.sums = sums
         self.at_s = now
+        self.boxes = 0
+        """Sandboxes that were opened in it and not closed."""
         self.counts = [0, 0, 0]
         self.shares = [0.0, 0.0, 0.0]
 
@@ -131,9 +133,16 @@ class Trajectories:
             trajectory.advance(now)
         return trajectory
 
-    def left(self, trajectory: Trajectory) -> None:
-        """One of its actions has settled."""
+    def left(self, trajectory: Trajectory, kind: str, succeeded: bool) -> None:
+        """One of its actions, of this kind, has settled."""
+        if kind == "open":
+            trajectory.boxes += succeeded
+        elif kind == "close":
+            trajectory.boxes -= 1
         if trajectory.key is None or any(trajectory.counts):
+            return
+        if kind == "close" and trajectory.boxes <= 0:
+            del self._by_key[trajectory.key]
             return
         self._idle[trajectory.key] = trajectory
         if len(self._idle) > IDLE_MAX:

@@ -190,9 +190,13 @@ def _demand(asked: Submission, work: AnyWork, caller: Caller, rules: Rules) -> D
             )
     if not pools:
         raise InvalidAction("demand", {}, f"a quota to hold: {', '.join(sorted(rules.quota_pools)) or 'there is none'}")
-    if caller.caps.running_max is not None:
-        pools[running_pool(caller.run)] = fixed(1)
     return Demand(pools, speedup)
+
+
+def capped(action: Action) -> Action:
+    """With one of what its run may have running."""
+    pools = action.demand.pools | {running_pool(action.run): fixed(1)}
+    return msgspec.structs.replace(action, demand=Demand(pools, action.demand.speedup))
 
 
 def _require_amounts(kind: str, amounts: Amounts) -> None:

@@ -30,7 +30,7 @@ boxed_msgpack.step_back(standing)
 """The package of the programs inside: `template` finds msgspec, or what stands in for it."""
 LIBRARIES = ("cloudpickle",)
 """What functions by value are read with, in the version that the service has."""
-ZIP = re.compile(r"/python(\d)(\d+)\.zip$")
+ZIP = re.compile(r"/python(\d)(\d{1,3})\.zip$")
 """The place in every search path of modules that names the version."""
 
 

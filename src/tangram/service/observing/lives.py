@@ -7,7 +7,7 @@ lost and the action waits again.
 
 from __future__ import annotations
 
-from tangram.core.action import Action, Outcome, State
+from tangram.core.action import Action, Outcome, State, Status
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Event, Finished, Grant, Resize, Started, StartFailed
 from tangram.core.scheduler import Scheduler
@@ -182,8 +182,8 @@ class Lives:
         if life is None:
             return None
         self._leave(life, now, outcome.usage.overhead_s)
-        self.trajectories.left(life.trajectory)
         action, account, status = life.action, life.account, outcome.status.value
+        self.trajectories.left(life.trajectory, action.kind, outcome.status is Status.SUCCEEDED)
         account.live -= 1
         account.run.count(status)
         self._buckets.settled(account, outcome.waiting_s, outcome.execution_s, outcome.overhead_s)

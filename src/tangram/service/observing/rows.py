@@ -18,6 +18,9 @@ class Rows:
         self._by_id: dict[str, Past] = {}
         self.last = 0
         """The number of the last row."""
+        self._hidden: dict[str, int] = {}
+        """Of runs that have ended, the number of the last row then: who comes under that name later sees none of
+        them."""
 
     def keep(self, past: Past) -> None:
         """Its row has the number after the last."""
@@ -31,13 +34,23 @@ class Rows:
                 del self._by_id[oldest.row.id]
         self._by_id[past.row.id] = past
 
-    def find(self, id: str) -> Past | None:
-        return self._by_id.get(id)
+    def hide(self, run: str) -> None:
+        """What it has had is no longer shown under its name."""
+        oldest = self.last - len(self._ring)
+        self._hidden = {name: number for name, number in self._hidden.items() if number > oldest} | {run: self.last}
+
+    def find(self, id: str, run: str | None) -> Past | None:
+        """As this run sees it; None: the admin, who sees all."""
+        past = self._by_id.get(id)
+        if past is None or run is None:
+            return past
+        return past if past.row.run == run and past.row.seq > self._hidden.get(run, 0) else None
 
     def after(self, number: int, limit: int, run: str | None, instance: str) -> Timeline:
         """Those after that number, of one run or of all. `last` is where the looking ended: of a run, many numbers may
         belong to others."""
-        first = max(number + 1, self.last - len(self._ring) + 1)
+        hidden = 0 if run is None else self._hidden.get(run, 0)
+        first = max(number + 1, hidden + 1, self.last - len(self._ring) + 1)
         found: list[Row] = []
         at = first - 1
         while at < self.last and len(found) < limit:
