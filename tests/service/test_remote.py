@@ -107,6 +107,24 @@ def test_quotas_are_added_and_heard_of_and_corrected(tmp_path: Path) -> None:
     play(tmp_path, test, quotas=[SEARCH])
 
 
+def test_a_sandbox_that_nobody_uses_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.service.serve.SWEEP_S", 0.02)
+
+    async def test(t: Client) -> None:
+        ask = t._transport.wire.ask  # type: ignore[attr-defined]
+        async with t.sandbox() as used, t.sandbox() as unused:
+            busy = asyncio.create_task(used.exec("sleep 60"))
+            while unused.name.encode() in await ask("GET", "/v1/sandboxes"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            assert used.name.encode() in await ask("GET", "/v1/sandboxes"), "an action runs in it"
+            with pytest.raises(ManagerError, match="there is no sandbox"):
+                await unused.exec("true")
+            busy.cancel()
+            await asyncio.wait({busy})
+
+    play(tmp_path, test, limits=RunLimits(sandbox_idle_s=0.5))
+
+
 # ---- model services -----------------------------------------------------------------------------------------------
 
 

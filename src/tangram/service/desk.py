@@ -388,6 +388,8 @@ class Desk:
                 log.warning("sandbox closed sandbox=%s: nobody used it for %.0f s", name, self.limits.sandbox_idle_s)
                 try:
                     await self._discard(name)
+                except JournalFailed:
+                    raise
                 except ManagerError as error:
                     log.error("sandbox not closed sandbox=%s: %s", name, error)
 

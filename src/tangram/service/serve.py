@@ -27,7 +27,7 @@ from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
-from tangram.errors import InvalidConfig
+from tangram.errors import InvalidConfig, TangramError
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManager, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
@@ -40,7 +40,7 @@ from tangram.service.auth import Runs
 from tangram.service.desk import SWEEP_S, Desk, quota_pools
 from tangram.service.event_log import EventLog
 from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal
+from tangram.service.journal import Journal, JournalFailed
 from tangram.service.listening import bind, serving
 from tangram.service.metrics import Metrics
 from tangram.service.orchestrator import Orchestrator
@@ -176,10 +176,16 @@ async def _sweeping(desk: Desk, journal: Journal) -> AsyncIterator[None]:
         next_compact = time.monotonic() + COMPACT_S
         while True:
             await asyncio.sleep(SWEEP_S)
-            await desk.sweep()
-            if time.monotonic() >= next_compact:
-                await journal.compact()
-                next_compact = time.monotonic() + COMPACT_S
+            try:
+                await desk.sweep()
+                if time.monotonic() >= next_compact:
+                    await journal.compact()
+                    next_compact = time.monotonic() + COMPACT_S
+            except JournalFailed as error:
+                desk.orchestrator.fail(error)
+                return
+            except TangramError as error:
+                log.error("sweeping failed: %s", error)
 
     task = asyncio.create_task(sweep(), name="sweeping")
     try:
