@@ -35,7 +35,7 @@ def missing() -> str:
     return "" if Path(CHROMIUM).exists() else f"there is no Chromium at {CHROMIUM}; apt-get install chromium"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> str:
     """The path of the browser."""
     reason = missing()
@@ -46,7 +46,7 @@ def chromium() -> str:
     return CHROMIUM
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there, no other event loop can run in this process
 def browser(chromium: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
