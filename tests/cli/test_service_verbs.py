@@ -382,6 +382,16 @@ def test_pools_are_resized_in_cores_and_sizes_for_people(tmp_path: Path, cli: Cl
             assert wrong.code == 2 and complaint in wrong.err and wrong.err.count("\n") == 1
 
 
+def test_a_run_gets_another_token(service: Served) -> None:
+    first = service("token", "create", "renewed").out.strip()
+    second = service("token", "renew", "renewed")
+    assert second.code == 0 and second.out.strip().startswith("tgr_") and second.out.strip() != first
+    assert service.as_run(first, "status").code == 2
+    assert service.as_run(second.out.strip(), "status").code == 0
+    assert service("token", "renew", "nobody").code == 2
+    service("token", "revoke", "renewed", "--yes")
+
+
 def test_a_drained_node_takes_no_new_sandbox_until_it_is_taken_up_again(service: Served) -> None:
     token = service.token("math")
     opened = threading.Event()

@@ -117,8 +117,8 @@ def test_a_sandbox_that_nobody_uses_is_closed(tmp_path: Path, monkeypatch: pytes
             while unused.name.encode() in await ask("GET", "/v1/sandboxes"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             assert used.name.encode() in await ask("GET", "/v1/sandboxes"), "an action runs in it"
-            with pytest.raises(ManagerError, match="there is no sandbox"):
-                await unused.exec("true")
+            lost = await unused.exec("true")
+            assert lost.status is Status.LOST and "nobody used it" in lost.reason
             busy.cancel()
             await asyncio.wait({busy})
 
@@ -244,6 +244,57 @@ def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_cap_on_what_runs_does_not_count_as_a_share_of_what_others_want(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", cores=8) as (admin, math):
+            ask = admin._transport.wire.ask  # type: ignore[attr-defined]
+            await ask("PATCH", "/v1/runs/math", {"weight": 1.0, "caps": {"running_max": 1}})
+            async with math.sandbox() as box:
+                running = asyncio.create_task(box.exec("sleep 60", cpus=1))
+                while b'"running_total":1' not in (found := await ask("GET", "/v1/view")):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                shares = {run["name"]: run["share"] for run in msgspec.json.decode(found)["runs"]}
+                assert shares["math"] == pytest.approx(1 / 8, abs=0.07), "its own cap is none of what others want"
+                running.cancel()
+                await asyncio.wait({running})
+
+    asyncio.run(main())
+
+
+def test_the_admin_ends_one_thing_of_a_run_in_its_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", "code") as (admin, math, code):
+            ask = admin._transport.wire.ask  # type: ignore[attr-defined]
+            async with math.sandbox() as box:
+                running = asyncio.create_task(box.exec("sleep 60"))
+                while b'"running_total":1' not in await ask("GET", "/v1/view"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                with pytest.raises(ManagerError, match="there is no sandbox"):
+                    await ask("DELETE", f"/v1/sandboxes/{box.name}")
+                with pytest.raises(ManagerError, match="there is no sandbox"):
+                    await code._transport.wire.ask("DELETE", f"/v1/sandboxes/{box.name}", run="math")  # type: ignore[attr-defined]
+                await ask("DELETE", f"/v1/sandboxes/{box.name}", run="math")
+                assert (await running).status is not Status.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_a_run_gets_another_token_and_keeps_all_that_it_has(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math") as (admin, math):
+            wire = admin._transport.wire  # type: ignore[attr-defined]
+            box = await math.sandbox().__aenter__()
+            await box.write("a", "kept")
+            renewed = msgspec.json.decode(await wire.ask("POST", "/v1/runs/math/token"))
+            with pytest.raises(ManagerError, match="valid token"):
+                await box.read("a")
+            async with connect(wire.url, token=renewed["token"]) as again:
+                ask = again._transport.wire.ask  # type: ignore[attr-defined]
+                assert await ask("GET", f"/v1/sandboxes/{box.name}/files", path="a") == b"kept"
+
+    asyncio.run(main())
+
+
 # ---- connecting ---------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +320,54 @@ def test_leaving_the_connection_ends_what_it_has_there(tmp_path: Path) -> None:
             async with connect(up.address) as t:
                 found = await t._transport.wire.ask("GET", "/v1/sandboxes")  # type: ignore[attr-defined]
                 assert found == b'{"sandboxes":[]}'
+
+    asyncio.run(main())
+
+
+def test_whoever_leaves_while_the_service_is_down_does_not_wait_for_each_thing_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything together waits no longer than one thing would."""
+    waits: list[float] = []
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ManagerError, match="did not answer"):
+                await leave()
+
+    async def leave() -> None:
+        async with AsyncExitStack() as clients:
+            async with serving(tmp_path) as up:
+                t = await clients.enter_async_context(connect(up.address))
+                for _ in range(8):
+                    await clients.enter_async_context(t.sandbox())
+            wire = t._transport.wire  # type: ignore[attr-defined]
+            patient = wire.until_answered
+
+            async def noted(once: Any, patience_s: float | None = None) -> Any:
+                waits.append(-1.0 if patience_s is None else patience_s)
+                return await patient(once, patience_s)
+
+            monkeypatch.setattr(wire, "until_answered", noted)
+            monkeypatch.setattr("tangram.client.remote.CLOSING_S", 0.1)
+
+    asyncio.run(main())
+    assert waits and -1.0 not in waits, "something waited as long as an action would"
+    assert waits.count(0.1) == 1, "each thing waited for itself"
+
+
+def test_what_a_connection_committed_goes_with_it_unless_it_is_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), serving(tmp_path) as up:
+            async with connect(up.address) as t:
+                kept = await t.image(setup=["echo x > made"])
+                async with t.sandbox() as box:
+                    gone = await box.commit()
+            async with connect(up.address) as t:
+                assert (await t.image(setup=["echo x > made"])).name == kept.name
+                with pytest.raises(InvalidAction, match="image"):
+                    async with t.sandbox(image=gone):
+                        pass
 
     asyncio.run(main())
 

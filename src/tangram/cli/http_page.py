@@ -68,12 +68,18 @@ def http_page(note: str) -> str:
     parts.append("\n".join(rows) + "\n")
     parts.append("### In the query\n")
     queries = {each.name: each for route in ROUTES for each in route.query}
-    rows = ["| | |", "|---|---|", *(f"| `{name}` | {cell(each.about)} |" for name, each in sorted(queries.items()))]
+    rows = ["| | default | |", "|---|---|---|"]
+    rows += [f"| `{name}` | {_default(each.kind)} | {cell(each.about)} |" for name, each in sorted(queries.items())]
+    rows.append("| `run` | | of the admin: in the name of which run it asks, so that names are that run's |")
     parts.append("\n".join(rows) + "\n")
     parts.append("## Records\n")
     roots = [each for route in ROUTES for each in (route.takes, route.gives) if _is_record(each)]
     parts += [_record(each) for each in _reached([Fault, *roots])]
     return "\n".join(parts)
+
+
+def _default(schema: dict[str, Any]) -> str:
+    return f"`{schema['default']}`" if "default" in schema else ""
 
 
 def _is_record(kind: Any) -> bool:

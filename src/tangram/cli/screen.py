@@ -63,7 +63,7 @@ def _service(view: View, url: str) -> Text:
     text.append(f"tangram {plain(service.version)}", style="bold")
     text.append(f" at {url}  ")
     text.append(plain(service.state), style="green" if service.state == "up" else "yellow")
-    text.append(f" since {_since(service, view.at)}")
+    text.append(f", started {_since(service, view.at)}")
     text.append(f"\npolicy {plain(service.policy)}, durability {plain(service.durability)}")
     if service.draining:
         text.append(f"\nnodes that drain: {plain(', '.join(service.draining))}", style="yellow")

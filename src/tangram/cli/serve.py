@@ -69,6 +69,10 @@ def serve(
     said = _config(config, listen)
     require_files(said)
     if check:
+        from tangram.service.serve import manager_of, models_of
+
+        manager_of(said, ())
+        models_of(said, lambda event: None)
         typer.echo(f"{config or 'the defaults'}: right; would listen on {said.service.listen}")
         return
     _log(verbose)

@@ -54,6 +54,7 @@ TOKEN=$(tangram token create math)
 
 tangram token create math --weight 2 --sandboxes 100 --no-network
 """
+RENEW = "[bold]Example[/bold]\n\nTOKEN=$(tangram token renew math)"
 LIST = "[bold]Example[/bold]\n\ntangram token list"
 CHANGE = """[bold]Examples[/bold]
 
@@ -86,7 +87,7 @@ def create(
 ) -> None:
     """Make a run, and print its token: alone on stdout, and only this once.
 
-    Only a hash of it is kept. Who has lost it revokes the run and makes it anew.
+    Only a hash of it is kept. Who has lost it gets another one with `tangram token renew`.
     """
     from tangram.service.wire import Caps, RunReply, RunRequest
 
@@ -99,13 +100,36 @@ def create(
         if error.fault.limit != "run_exists":
             raise
         said = f"there is a run {run}, and its token cannot be shown again"
-        raise TangramError(f"{said}: use `tangram token change {run}`, or revoke it first") from None
+        raise TangramError(
+            f"{said}: use `tangram token renew {run}` for another one, or `token change {run}`"
+        ) from None
     if as_json:
         show.as_json(made)
         return
     typer.echo(plain(made.token))
     said = f"run {run} is made, with weight {made.weight:g}; this is its token, which nobody can show again."
     typer.echo(f"{said} Its training uses it as: export TANGRAM_TOKEN=...", err=True)
+
+
+@app.command("renew", epilog=RENEW)
+def renew(
+    run: RunName,
+    url: Url = URL,
+    token: Token = None,
+    token_file: TokenFile = None,
+    ca: Ca = None,
+    as_json: Json = False,
+) -> None:
+    """Give a run another token, and print it: the old one is void from now on, and all that the run has stays."""
+    from tangram.service.wire import RunReply
+
+    target = service_client.target(url, token, token_file, ca)
+    made = service_client.asked(target, "POST", f"/v1/runs/{service_client.part(run)}/token", None, RunReply)
+    if as_json:
+        show.as_json(made)
+        return
+    typer.echo(plain(made.token))
+    typer.echo(f"this is the token of run {run} from now on; the one before is void.", err=True)
 
 
 @app.command("list", epilog=LIST)

@@ -29,6 +29,7 @@ from tangram.client.checks import (
     quota_demand,
     require_cores,
     require_limits,
+    seconds_of,
     variables_of,
 )
 from tangram.client.functions import CallResult, Function, Functions
@@ -394,6 +395,7 @@ def connect(
     *,
     token: str = "",
     ca: PathText = "",
+    reconnect_s: float = 300.0,
     backend: str = "sandbox",
     cores: float | None = None,
     memory: int | str | None = None,
@@ -411,7 +413,8 @@ def connect(
 
     With the address of a shared service, as `tangram serve` prints it, all is done there: `token` says for which run
     (TANGRAM_TOKEN unless given), `ca` names a file with the certificate that signed the service's, where it is none
-    that this machine trusts anyway. What else can be said is said in the config of the service.
+    that this machine trusts anyway. `reconnect_s`: how long a service that does not answer is waited for. What else can
+    be said is said in the config of the service.
 
     Without an address an orchestrator starts inside this process: it owns the sandboxes, and they end with it.
     `backend`: "sandbox" (real isolation, needs root), "docker" (through an engine), or "process", which isolates
@@ -430,7 +433,7 @@ def connect(
         for name, (value, default) in given.items():
             if value != default:
                 raise InvalidConfig(name, value, "nothing beside an address: the config of the service says it")
-        return _remote(url, token, path_of("ca", ca, InvalidConfig))
+        return _remote(url, token, path_of("ca", ca, InvalidConfig), seconds_of("reconnect_s", reconnect_s))
     if token or ca:
         raise InvalidConfig("token" if token else "ca", "...", "nothing without the address of a service")
     require_cores(cores)
@@ -462,14 +465,14 @@ def connect(
     return client
 
 
-def _remote(url: str, token: str, ca: str) -> Client:
+def _remote(url: str, token: str, ca: str, reconnect_s: float) -> Client:
     from tangram.client.remote import RemoteTransport
 
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise InvalidConfig("url", url, "the address of a service, such as http://127.0.0.1:7433")
     if not isinstance(token, str):
         raise InvalidConfig("token", "...", "text")
-    return Client(RemoteTransport(url, token or os.environ.get("TANGRAM_TOKEN", ""), ca=ca))
+    return Client(RemoteTransport(url, token or os.environ.get("TANGRAM_TOKEN", ""), ca=ca, reconnect_s=reconnect_s))
 
 
 def _models(

@@ -395,7 +395,10 @@ class Functions:
             )
             work = Call(function=spec, arguments=arguments)
             action = _action(number, target, spec, asked, about)
-            pool, keep = Pool(kind=spec.pool, total=spec.max_instances), self._pure if target.pure else self._keyed
+            pool, keep = (
+                Pool(kind=spec.pool, total=spec.max_instances, private=True),
+                self._pure if target.pure else self._keyed,
+            )
             # Who has another time limit would have to share that as well.
             key = _digest(f"{spec.name} {target.timeout_s}", arguments) if target.pure else b""
         else:

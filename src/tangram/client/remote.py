@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -27,7 +28,7 @@ from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, Manag
 from tangram.managers.base import Files, Images, Output
 from tangram.managers.models import Service
 from tangram.managers.quota import Quota
-from tangram.managers.work import STDERR, STDOUT, Close, Hold, Open, Work
+from tangram.managers.work import STDERR, STDOUT, Close, Commit, Hold, Open, Work
 from tangram.service.orchestrator import Settled, undisturbed
 from tangram.service.wire import (
     About,
@@ -54,6 +55,10 @@ RECONNECT_S = 300.0
 """A service that is restarted is back within seconds; a machine takes minutes."""
 RETRY_S, RETRY_S_MAX = 0.1, 5.0
 """Before the first repetition, doubled with each, less a part by chance."""
+CLOSING_S = 10.0
+"""For what the service closes by itself after a time."""
+LEAVING_S = 30.0
+"""For all that a connection leaves there."""
 WAIT_S = 30.0
 """Of one long poll."""
 ANSWER_S = 60.0
@@ -86,6 +91,8 @@ class Wire:
         self._ca = ca
         self._reconnect_s = reconnect_s
         self._session: aiohttp.ClientSession | None = None
+        self._is_down = False
+        """Something could not be closed, because nobody answered."""
 
     async def open(self) -> None:
         import aiohttp
@@ -108,13 +115,32 @@ class Wire:
             await asyncio.sleep(0)  # transports end in the next turn of the loop
 
     async def ask(
-        self, method: str, place: str, record: Any = None, *, wait_s: float | None = None, **query: str
+        self,
+        method: str,
+        place: str,
+        record: Any = None,
+        *,
+        wait_s: float | None = None,
+        closing: bool = False,
+        **query: str,
     ) -> bytes:
-        """The body of the answer. Raises what the service says was wrong, and Unreachable."""
+        """The body of the answer. Raises what the service says was wrong, and Unreachable. `closing`: the service takes
+        back by itself what does not arrive, so it is not waited for long."""
         body = None if record is None else _encode(record)
         if wait_s is not None:
             query["wait_s"] = str(wait_s)
-        return await self.until_answered(lambda: self._once(method, place, body, query, wait_s or 0.0))
+        once = functools.partial(self._once, method, place, body, query, wait_s or 0.0)
+        return await (self._closing(once) if closing else self.until_answered(once))
+
+    async def _closing(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """All that is closed while the service is down waits together no longer than one would."""
+        try:
+            answer = await self.until_answered(once, 0.0 if self._is_down else CLOSING_S)
+        except Unreachable:
+            self._is_down = True
+            raise
+        self._is_down = False
+        return answer
 
     async def _once(self, method: str, path: str, body: Any, query: Mapping[str, Any], wait_s: float) -> bytes:
         async with self.request(method, path, body, query, wait_s + ANSWER_S) as response:
@@ -157,21 +183,20 @@ class Wire:
             shown = content[:200].decode(errors="replace")
             said = f"{self.url} answered {status}, which is none of Tangram: {shown!r}"
             raise ManagerError(said, retry=False) from None
-        if fault.code in ("draining", "journal_failed", "rate", "too_slow"):
+        if fault.code in ("draining", "journal_failed", "rate", "too_slow") and fault.limit != "wrong_tokens":
             raise _Again(fault.message)
         raise fault.exception()
 
-    async def until_answered(self, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def until_answered(self, once: Callable[[], Coroutine[Any, Any, T]], patience_s: float | None = None) -> T:
         loop = asyncio.get_running_loop()
-        give_up_s, pause_s = loop.time() + self._reconnect_s, RETRY_S
+        patience_s = self._reconnect_s if patience_s is None else patience_s
+        give_up_s, pause_s = loop.time() + patience_s, RETRY_S
         while True:
             try:
                 return await once()
             except _Again as error:
                 if loop.time() >= give_up_s:
-                    raise Unreachable(
-                        f"{self.url} did not answer for {self._reconnect_s:.0f} s: {error}"
-                    ) from error.__cause__
+                    raise Unreachable(f"{self.url} did not answer for {patience_s:.0f} s: {error}") from error.__cause__
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2.0 * pause_s, RETRY_S_MAX)
 
@@ -218,12 +243,13 @@ class RemotePending:
         stays = isinstance(self._work, Hold) or self._action.kind == "server"
         wait_s = 0.0 if stays or self._output is not None else WAIT_S
         submission = submission_of(self._action, self._work, follow=self._output is not None)  # type: ignore[arg-type]
-        reply = _reply(await self._wire.ask("POST", "/v1/actions", submission, wait_s=wait_s))
+        closing = isinstance(self._work, Close)
+        reply = _reply(await self._wire.ask("POST", "/v1/actions", submission, wait_s=wait_s, closing=closing))
         self._taken.set_result(None)
         if self._output is not None:
             await self._follow(self._output)
         while reply.settled is None:
-            reply = _reply(await self._wire.ask("GET", self._path, wait_s=WAIT_S))
+            reply = _reply(await self._wire.ask("GET", self._path, wait_s=WAIT_S, closing=closing))
         self._transport.arrived(self._action.id)
         return settled_of(reply.settled)
 
@@ -275,7 +301,8 @@ class RemotePending:
             if self._settled.cancelled():
                 raise ManagerError("the connection to the service was closed", retry=False) from None
             self.cancel()
-            await undisturbed(self._ended())
+            # Whoever is cancelled goes when the action has settled, unless nobody there says so.
+            await undisturbed(asyncio.wait({self._settled}, timeout=LEAVING_S))
             raise
 
     async def _ended(self) -> None:
@@ -291,7 +318,7 @@ class RemotePending:
         """Whoever waits for its end holds the answer to its submission back; so it is asked for until it is there."""
         while not self._settled.done():
             try:
-                await self._wire.ask("POST", f"{self._path}/cancel")
+                await self._wire.ask("POST", f"{self._path}/cancel", closing=True)
                 return
             except (ManagerError, InvalidAction):
                 if self._taken.done():
@@ -361,19 +388,23 @@ class RemoteTransport:
             await self.wire.close()
 
     async def _leave(self) -> None:
-        if self._pending:
-            await asyncio.wait([asyncio.ensure_future(pending.stop()) for pending in self._pending])
-        for name in list(self._boxes):
-            with contextlib.suppress(ManagerError, InvalidAction):
-                await self.wire.ask("DELETE", f"/v1/sandboxes/{quote(name, safe='')}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_S):
+                await self._end_all()
         if self._acknowledge is not None:
             self._acknowledge.cancel()
-        with contextlib.suppress(ManagerError, InvalidAction):
-            await self._send_acknowledged()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+
+    async def _end_all(self) -> None:
+        """Actions first, then sandboxes, then images that were made of them."""
+        await asyncio.gather(*(pending.stop() for pending in list(self._pending)))
+        await asyncio.gather(*(self._quietly("DELETE", f"/v1/sandboxes/{_part(name)}") for name in list(self._boxes)))
+        images = [name for name in self._images.committed if name not in self._images.remembered]
+        await asyncio.gather(*(self._quietly("DELETE", f"/v1/images/{_part(name)}") for name in images))
+        await self._acknowledge_quietly()
 
     def begin(self, doing: Coroutine[Any, Any, Any]) -> None:
         self.keep(asyncio.ensure_future(doing))
@@ -397,6 +428,8 @@ class RemoteTransport:
         self._pending.pop(pending, None)
         if isinstance(pending._work, Close):
             self._boxes.pop(pending._action.sandbox, None)
+        elif isinstance(pending._work, Commit):
+            self._images.committed[pending._work.image] = None
 
     def arrived(self, id: str) -> None:
         """Its result is here, and need not be kept there."""
@@ -419,7 +452,7 @@ class RemoteTransport:
     async def _send_acknowledged(self) -> None:
         ids, self._arrived = self._arrived, []
         if ids:
-            await self.wire.ask("POST", "/v1/acknowledge", Acknowledged(actions=ids))
+            await self.wire.ask("POST", "/v1/acknowledge", Acknowledged(actions=ids), closing=True)
 
     # ---- quotas, services, functions ----
 
@@ -454,10 +487,10 @@ class RemoteTransport:
         record = Heard(status=status, headers=dict(headers), action=action)
         self.begin(self._quietly("POST", f"/v1/quotas/{_part(quota)}/heard", record))
 
-    async def _quietly(self, method: str, path: str, record: Any) -> None:
+    async def _quietly(self, method: str, path: str, record: Any = None) -> None:
         """What nobody waits for: if it never arrives, the service finds out by itself that nobody is there."""
         with contextlib.suppress(ManagerError, InvalidAction):
-            await self.wire.ask(method, path, record)
+            await self.wire.ask(method, path, record, closing=True)
 
     # ---- files and images ----
 

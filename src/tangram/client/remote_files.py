@@ -38,7 +38,7 @@ class RemoteFiles:
         return await self._wire.ask("GET", _place(sandbox, "files"), path=path, bytes_max=str(bytes_max))
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:
-        await self._send("PUT", _place(sandbox, "files"), content, path=path, mode=str(mode))
+        await self._send("PUT", _place(sandbox, "files"), content, path=path, mode=f"{mode:04o}")
 
     async def list(self, sandbox: str, path: str) -> list[Entry]:
         found = await self._wire.ask("GET", _place(sandbox, "list"), path=path)
@@ -76,6 +76,10 @@ class RemoteFiles:
 class RemoteImages:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self.committed: dict[str, None] = {}
+        """Made over this connection, with which they go,"""
+        self.remembered: set[str] = set()
+        """unless they are kept under a key."""
 
     async def add_image(self, path: str) -> str:
         """A tar goes as it is; a directory is packed first."""
@@ -92,9 +96,11 @@ class RemoteImages:
 
     async def remember_image(self, key: str, name: str) -> None:
         await self._wire.ask("PUT", f"/v1/image-keys/{quote(key, safe='')}", Remember(name=name))
+        self.remembered.add(name)
 
     async def forget_image(self, name: str) -> None:
         await self._wire.ask("DELETE", f"/v1/images/{quote(name, safe='')}")
+        self.committed.pop(name, None)
 
 
 async def send(wire: Wire, method: str, place: str, content: bytes | BinaryIO, **query: Any) -> bytes:

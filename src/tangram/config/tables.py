@@ -97,7 +97,8 @@ class ServiceConfig(Table, frozen=True, kw_only=True):
     drain_s: valid.SecondsOr0 = 30.0
     """How long SIGTERM lets running actions end before they are stopped."""
     event_log: valid.PathOrNone = ""
-    """A file to which every event is appended as a line of JSON."""
+    """A file for every event as a line of JSON, begun anew at every start: that of the start before stays beside it,
+    with the time of its end in its name. It ends at 4 GiB."""
     policy: valid.Policy = "adaptive"
     """The scheduling policy."""
     endpoints: valid.Addresses = ()

@@ -57,6 +57,9 @@ class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Given: the units are spent. None: they are held."""
     numa: tuple[int, ...] = ()
     """For `cpu` and `core`: units per NUMA node. Empty: one NUMA node."""
+    private: bool = False
+    """It is one run's own, such as a cap on what it has running: others lack nothing while it holds it, so it does not
+    count in the share of the run."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or not self.kind or "@" in self.kind:
@@ -71,6 +74,8 @@ class Pool(msgspec.Struct, frozen=True, gc=False, kw_only=True):
             raise InvalidConfig(f"pool {self.name} numa", self.numa, "whole numbers of units")
         if self.numa and (sum(self.numa) != self.total or min(self.numa) < 0):
             raise InvalidConfig(f"pool {self.name} numa", self.numa, f"units that add up to the total, {self.total}")
+        if type(self.private) is not bool:
+            raise InvalidConfig(f"pool {self.name} private", self.private, "True or False")
         if self.window and self.node:
             raise InvalidConfig(f"pool {self.name} window", self.window, "no window: the units of a node are held")
         if self.kind in (CPU, GPU, MEMORY) and not self.node:

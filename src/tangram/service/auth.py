@@ -131,6 +131,14 @@ class Runs:
             await self._keep(name, self._hash_by_run[name], record)
             return self._reply(name)
 
+    async def renew(self, name: str) -> RunReply:
+        """Another token for a run that keeps all that it has; the old one is void from now on."""
+        async with self._turn:
+            record = self.record(name)
+            token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+            await self._keep(name, hash_of(token), record)
+            return msgspec.structs.replace(self._reply(name), token=token)
+
     async def _keep(self, name: str, token_hash: bytes, record: Record) -> None:
         await self._facts.run_changed(name, token_hash, msgspec.msgpack.encode(record))
         self._enter(name, token_hash, record)

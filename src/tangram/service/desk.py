@@ -26,7 +26,7 @@ from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
 from tangram.managers.work import MIB, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
-from tangram.service.fault import fault_of
+from tangram.service.fault import Draining, NotFound, fault_of
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal, JournalFailed, Phase
 from tangram.service.lives import Live, Lives
@@ -48,22 +48,12 @@ from tangram.service.wire import AnyWork, Chunk, Ended, Reply, SandboxReply, Sub
 
 SWEEP_S = 5.0
 """How often what was left behind is looked for."""
-FUNCTIONS_MAX = 1000
-"""Functions and endpoints of one run: each has a pool."""
+FUNCTIONS_MAX = 200
+"""Functions and endpoints of one run that have a pool: those that were called last."""
+GONE_MAX = 10_000
+"""Sandboxes of which it is remembered why they are gone."""
 
 log = logging.getLogger("tangram.service")
-
-
-class NotFound(ManagerError):
-    """There is none of that name, as far as its caller can know."""
-
-    def __init__(self, what: str, name: str) -> None:
-        super().__init__(f"there is no {what} {name}: it never was, or is gone", retry=False)
-
-
-class Draining(ManagerError):
-    def __init__(self) -> None:
-        super().__init__("the service is being stopped and takes nothing more; try again when it is back")
 
 
 class Desk:
@@ -94,7 +84,8 @@ class Desk:
         self._now = now
         self._lives = Lives(now)
         self._tails = EndedTails(now)
-        self._functions_by_space: dict[str, set[str]] = {}
+        self._functions_by_space: dict[str, dict[str, None]] = {}
+        """Their pools, the one that was called last at the end."""
         self._capped: set[str] = set()
         """Runs of which only so many actions may run at once."""
         self._warm = warm
@@ -215,18 +206,28 @@ class Desk:
     def _announce(self, space: str, work: AnyWork) -> None:
         """The scheduler knows a pool before an action asks for it."""
         if isinstance(work, Call):
-            pool = Pool(kind=function_pool(space, work), total=work.function.max_instances)
+            pool = Pool(kind=function_pool(space, work), total=work.function.max_instances, private=True)
         elif isinstance(work, Post):
-            pool = Pool(kind=endpoint_pool(space, work), total=work.endpoint.max_concurrency)
+            pool = Pool(kind=endpoint_pool(space, work), total=work.endpoint.max_concurrency, private=True)
         else:
             return
-        known = self._functions_by_space.setdefault(space, set())
-        if pool.kind in known:
-            return
-        if len(known) >= FUNCTIONS_MAX:
-            raise AdmissionRefused("functions_max", f"this run has called {FUNCTIONS_MAX} functions, which is the most")
-        self.orchestrator.tell(PoolChanged(pool=pool))
-        known.add(pool.kind)
+        known = self._functions_by_space.setdefault(space, {})
+        if pool.kind not in known:
+            if len(known) >= FUNCTIONS_MAX:
+                self._forget_function(space, known)
+            self.orchestrator.tell(PoolChanged(pool=pool))
+        known.pop(pool.kind, None)
+        known[pool.kind] = None
+
+    def _forget_function(self, space: str, known: dict[str, None]) -> None:
+        """The one that was not called for longest, and is not being called."""
+        called = {kind for live in self._lives.of_space(space) for kind in live.action.demand.pools}
+        kind = next((kind for kind in known if kind not in called), None)
+        if kind is None:
+            said = f"{FUNCTIONS_MAX} functions of this run are being called, which is the most; wait for some"
+            raise AdmissionRefused("functions_max", said)
+        del known[kind]
+        self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0, private=True)))
 
     async def look(self, caller: Caller, id: str, *, wait_s: float, until_started: bool = False) -> Reply:
         """What has become of an action, after waiting so long for it to settle, or to start."""
@@ -240,6 +241,9 @@ class Desk:
         return self.reply(caller, id, decode_settled(result))
 
     async def wait(self, caller: Caller, live: Live, id: str, *, wait_s: float, until_started: bool = False) -> Reply:
+        live.seen_s = self._now()
+        if isinstance(live.work, Hold):  # a holder is heard of often, or it is not there any more
+            wait_s = min(wait_s, self.limits.hold_idle_s / 3)
         live.looking += 1
         try:
             awaited = live.started if until_started else live.settled
@@ -354,7 +358,7 @@ class Desk:
             self._capped.discard(run)
             return
         self._capped.add(run)
-        self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=running_max)))
+        self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=running_max, private=True)))
 
     async def end_run(self, space: str) -> None:
         """Its actions are cancelled and its sandboxes closed; then its results go."""
@@ -367,7 +371,7 @@ class Desk:
         for name in [name for name, box in self._lives.boxes.items() if box.space == space]:
             await self._discard(name)
         for kind in self._functions_by_space.pop(space, ()):
-            self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0)))
+            self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0, private=True)))
         self._tails.forget(lambda id: space_of(id) == space)
         self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
         await self._images.forget_all(space)
@@ -378,7 +382,7 @@ class Desk:
     async def sweep(self) -> None:
         now = self._now()
         for live in list(self._lives.actions.values()):
-            if isinstance(live.work, Hold) and not live.looking and now - live.seen_s > self.limits.hold_idle_s:
+            if isinstance(live.work, Hold) and now - live.seen_s > self.limits.hold_idle_s:
                 log.warning("hold expired action=%s: its holder was silent", live.action.id)
                 self.orchestrator.cancel(live.action.id)
                 self._quotas.let_go(live.action.id)
@@ -388,12 +392,18 @@ class Desk:
                 log.warning("sandbox closed sandbox=%s: nobody used it for %.0f s", name, self.limits.sandbox_idle_s)
                 try:
                     await self._discard(name)
+                    self._note_gone(name, f"nobody used it for {self.limits.sandbox_idle_s:.0f} s (sandbox_idle_s)")
                 except JournalFailed:
                     raise
                 except ManagerError as error:
                     log.error("sandbox not closed sandbox=%s: %s", name, error)
 
     # ---- recovery ----
+
+    def _note_gone(self, sandbox: str, why: str) -> None:
+        self.gone[sandbox] = why
+        if len(self.gone) > GONE_MAX:
+            del self.gone[next(iter(self.gone))]
 
     def adopt(self, sandbox: str, run: str, spec: SandboxSpec, node: str) -> None:
         """A sandbox that outlived the service before this one. Raises AdmissionRefused if it has no room here."""

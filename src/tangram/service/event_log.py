@@ -2,7 +2,8 @@
 
 Owns the file. Never waits for a disk on the way of an action longer than a write into the page cache takes. Promises a
 file that `tangram sim`, `tangram plan` and `tangram trace` read: it begins with its header, and a line is whole or, the
-last one, missing. One file per start of the service; that of the start before is kept beside it.
+last one, missing. One file per start of the service; those of the starts before are kept beside it, with the
+time of their end in their names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -40,7 +42,8 @@ class EventLog:
         self._full = False
         try:
             if path.exists():
-                path.replace(path.with_name(f"{path.stem}.before{path.suffix}"))
+                began = time.strftime("%Y%m%dT%H%M%S", time.localtime(path.stat().st_mtime))
+                path.replace(path.with_name(f"{path.stem}.{began}{path.suffix}"))
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ManagerError(f"the event log {path} cannot be written: {error}", retry=False) from error

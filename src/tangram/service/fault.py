@@ -17,6 +17,19 @@ from tangram.errors import (
     TangramError,
 )
 
+
+class NotFound(ManagerError):
+    """There is none of that name, as far as its caller can know."""
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"there is no {what} {name}: it never was, or is gone", retry=False)
+
+
+class Draining(ManagerError):
+    def __init__(self) -> None:
+        super().__init__("the service is being stopped and takes nothing more; try again when it is back")
+
+
 VALUE_CHARACTERS_MAX = 500
 """Of a value that was wrong, and of its name: both may be as large as a request."""
 

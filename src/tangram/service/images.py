@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from tangram.errors import InvalidAction
 from tangram.managers.base import Images
+from tangram.service.fault import NotFound
 from tangram.service.journal import Journal, Note
 from tangram.service.translate import Names
 
@@ -42,8 +43,7 @@ class OwnedImages:
         inner = names.own_image(name)
         image = self.by_name.get(inner)
         if image is None:
-            names.image(name)  # raises what there is instead
-            raise InvalidAction("image", name, "an image that was added or committed")
+            raise NotFound("image", name)
         await self._forget(inner, image)
 
     async def _forget(self, inner: str, image: str) -> None:

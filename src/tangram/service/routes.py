@@ -7,6 +7,7 @@ lets the desk or a manager do it, and answers; it keeps nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import tempfile
 import time
@@ -29,7 +30,8 @@ from tangram.service.api import (
     read_json,
 )
 from tangram.service.auth import Runs
-from tangram.service.desk import Desk, NotFound
+from tangram.service.desk import Desk
+from tangram.service.fault import NotFound
 from tangram.service.images import OwnedImages
 from tangram.service.orchestrator import Settled
 from tangram.service.sight import Sight
@@ -65,6 +67,8 @@ READS_MAX = 8
 TIMELINE_ROWS = 5000
 MODE = 0o644
 LINE = msgspec.json.Encoder()
+
+log = logging.getLogger("tangram.service")
 
 
 class Query(NamedTuple):
@@ -202,7 +206,7 @@ class Api:
 
     async def write_file(self, ask: Ask) -> Response:
         box, path = self._box(ask)
-        mode = ask.whole("mode", MODE, 0o7777)
+        mode = ask.octal("mode", MODE)
 
         async def write(file: BinaryIO) -> None:
             await self._manager.write(box, path, await asyncio.to_thread(file.read), mode=mode)
@@ -272,6 +276,7 @@ class Api:
         ask.require_admin()
         asked: Quota = await read_json(ask, _QUOTA, self._desk.limits.body_bytes_max)
         self._desk.set_quota(asked)
+        log.info("quota set quota=%s", asked.name)
         return nothing()
 
     async def heard(self, ask: Ask) -> Response:
@@ -289,6 +294,7 @@ class Api:
         ask.require_admin()
         asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
         made = await self._runs.make(ask.part("name"), asked)
+        log.info("run made run=%s weight=%g", made.name, made.weight)
         self._desk.weigh(made.name, made.weight)
         self._desk.cap(made.name, made.caps.running_max)
         return json_answer(made, 201)
@@ -297,6 +303,7 @@ class Api:
         ask.require_admin()
         asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
         changed = await self._runs.change(ask.part("name"), asked)
+        log.info("run changed run=%s weight=%g", changed.name, changed.weight)
         self._desk.weigh(changed.name, changed.weight)
         self._desk.cap(changed.name, changed.caps.running_max)
         return json_answer(changed)
@@ -307,7 +314,14 @@ class Api:
         async with self._runs.revoking(name):
             await self._desk.end_run(name)
             self._sight.forget(name)
+        log.info("run revoked run=%s", name)
         return nothing()
+
+    async def renew_token(self, ask: Ask) -> Response:
+        ask.require_admin()
+        renewed = await self._runs.renew(ask.part("name"))
+        log.info("token renewed run=%s", renewed.name)
+        return json_answer(renewed)
 
     async def weigh(self, ask: Ask) -> Response:
         ask.require_admin()
@@ -319,6 +333,7 @@ class Api:
         ask.require_admin()
         asked: PoolRequest = await read_json(ask, _POOL, self._desk.limits.body_bytes_max)
         self._desk.orchestrator.tell(PoolChanged(pool=self._sight.resized(ask.part("name"), asked.total)))
+        log.info("pool resized pool=%s total=%d", ask.part("name"), asked.total)
         return json_answer(self._sight.view(ask.caller))
 
     async def change_node(self, ask: Ask) -> Response:
@@ -327,6 +342,7 @@ class Api:
         if not self._sight.has_node(ask.part("name")):
             raise NotFound("node", ask.part("name"))
         self._desk.orchestrator.tell(NodeChanged(node=ask.part("name"), state=NodeState(asked.state)))
+        log.info("node changed node=%s state=%s", ask.part("name"), asked.state)
         return json_answer(self._sight.view(ask.caller))
 
     # ---- seeing ----
@@ -372,7 +388,7 @@ _NODE = msgspec.json.Decoder(NodeRequest)
 
 BYTES_MAX = Query("bytes_max", {"type": "integer", "minimum": 0}, "refuse what is larger")
 FILE_MODE = Query(
-    "mode", {"type": "integer", "minimum": 0, "maximum": 0o7777, "default": MODE}, "permissions of the file"
+    "mode", {"type": "string", "pattern": "^[0-7]{3,4}$", "default": f"{MODE:04o}"}, "permissions of the file, in octal"
 )
 LIMIT = Query("limit", {"type": "integer", "minimum": 0, "maximum": 1 << 20, "default": TIMELINE_ROWS}, "rows at most")
 
@@ -458,6 +474,7 @@ ROUTES = (
         RunReply,
         status=201,
     ),
+    Route("POST", "/v1/runs/{name}/token", Api.renew_token, "A new token; the old one is void (admin)", None, RunReply),
     Route("PATCH", "/v1/runs/{name}", Api.change_run, "Its weight and caps (admin)", RunRequest, RunReply),
     Route("DELETE", "/v1/runs/{name}", Api.revoke_run, "Revoke its token and end all that it has (admin)", status=204),
     Route("PUT", "/v1/weights/{run}", Api.weigh, "The weight of a run (admin)", WeightRequest, status=204),

@@ -37,8 +37,9 @@ class Machine:
         available = available_memory_bytes()
         if memory_bytes is None:
             memory_bytes = int(available * MEMORY_SHARE)
-        if memory_bytes < 1:
-            raise InvalidConfig("memory_bytes", memory_bytes, "a positive number of bytes")
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if not 1 <= memory_bytes <= most:
+            raise InvalidConfig("memory_bytes", memory_bytes, f"at least 1 and at most {most}, which the machine has")
         by_cell = numa_cells(cpus)
         even = len({len(cell) for cell in by_cell.values()}) == 1 and float(cores).is_integer()
         return cls(cores, memory_bytes, cpus, by_cell if len(by_cell) > 1 and even else {})
