@@ -294,7 +294,7 @@ def test_create_prints_the_token_alone_and_it_is_that_of_the_run(service: Served
     row = next(line.split() for line in service("token", "list").out.splitlines() if line.split()[:1] == ["math"])
     assert row[:7] == ["math", "2", "3", "-", "-", "-", "no"]
     again = service("token", "create", "math")
-    assert again.code == 2 and "tangram token change math" in again.err and again.out == ""
+    assert again.code == 2 and "tangram token renew math" in again.err and again.out == ""
 
 
 def test_change_changes_only_what_is_said(service: Served) -> None:
