@@ -141,9 +141,9 @@ async def test_no_program_is_told_more_cores_than_there_are(bench: Bench, tmp_pa
 
 @scenario
 async def test_the_use_of_cpu_and_memory_is_told(bench: Bench, tmp_path: Path) -> None:
-    box = await bench.open()
     # Well above the peak of this process, with which the other one starts.
     size = 2 * max(200 << 20, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+    box = await bench.open(memory_bytes=2 * size)
     usage = (await box.end(f"python3 -c 'x = bytearray({size}); sum(range(3000000))'; true")).usage
     assert usage.cpu_s > 0.02
     assert usage.memory_peak_bytes > size

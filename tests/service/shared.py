@@ -42,7 +42,7 @@ def config_of(
     """That of a service whose files are all below a folder."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     said: dict[str, Any] = dict(
-        listen="127.0.0.1:0", journal=str(folder / "journal.db"), sandboxes_on_stop="close", drain_s=5.0
+        listen="127.0.0.1:0", journal=str(folder / "journal.db"), sandboxes_on_stop="close", drain_s=0.3
     )
     return Config(
         service=ServiceConfig(**said | service),
