@@ -175,7 +175,15 @@ def test_status_shows_pools_queue_runs_and_sandboxes(service: Served) -> None:
         done = service("status")
         one = service.as_run(token, "status")
     assert done.code == 0 and done.err == ""
-    for words in (service.url, " up, started ", "policy adaptive", "durability process", "cpu@local", "2 of 2 cores", "100%"):
+    for words in (
+        service.url,
+        " up, started ",
+        "policy adaptive",
+        "durability process",
+        "cpu@local",
+        "2 of 2 cores",
+        "100%",
+    ):
         assert words in done.out
     for words in ("memory@local", "queue: 1 action waits", "waits for 1 cores of cpu@local", "sandboxes: 1 open"):
         assert words in done.out

@@ -512,6 +512,18 @@ def test_the_share_of_a_run_is_that_of_its_dominant_kind_over_its_weight() -> No
     assert run.share == 0.25
 
 
+def test_what_is_a_runs_own_does_not_count_in_its_share() -> None:
+    ledger, cap = one(Pool(kind="running/a", total=2, private=True))
+    cpu = ledger.change_pool(a_pool(CPU, 4000, node="n0"), 0.0)
+    run = ledger.new_usage()
+    holdings = [ledger.hold(cap, 2, run), ledger.hold(cpu, 1000, run)]
+    assert run.share == 0.25 and counts(cap) == (0, 2, 0)
+    ledger.check(holdings)
+    ledger.give_back(holdings[0])
+    assert run.share == 0.25 and counts(cap) == (2, 0, 0)
+    ledger.check(holdings[1:])
+
+
 def test_a_share_follows_the_pools() -> None:
     ledger, cpu = one(a_pool(CPU, 4000, node="n0"))
     run = ledger.new_usage()

@@ -223,7 +223,7 @@ class Ledger:
         self._away: dict[str, None] = {}
         """Those of them that are down or have no pools, the one that changed last at the end."""
         self._usages: list[RunUsage] = []
-        self._private: set[str] = set()
+        self.private_kinds: set[str] = set()
         """Kinds that do not count in the share of a run."""
 
     # ---- pools and nodes ----
@@ -238,7 +238,7 @@ class Ledger:
                     f"node of pool {pool.name}", pool.node, f"pools of kind {pool.kind} on nodes, or one without a node"
                 )
             if pool.private:
-                self._private.add(pool.kind)
+                self.private_kinds.add(pool.kind)
             state = self.pools[pool.name] = siblings[pool.node] = PoolState(pool, now)
             self.kinds[pool.kind] = siblings
             if pool.node and self.nodes.setdefault(pool.node, NodeState.UP) is not NodeState.DOWN:
@@ -466,7 +466,7 @@ class Ledger:
 
     def _use(self, run: RunUsage, kind: str, units: int) -> None:
         """The run has `units` more of a kind, or fewer. Most changes are seen without a look at its other kinds."""
-        if kind in self._private:
+        if kind in self.private_kinds:
             return
         used = run.units_by_kind
         before = used.get(kind, 0)
@@ -522,7 +522,7 @@ class Ledger:
     def _check_usages(self, holdings: list[Holding]) -> None:
         used: dict[tuple[int, str], int] = {}
         for holding in holdings:
-            if holding.pool.kind in self._private:
+            if holding.pool.kind in self.private_kinds:
                 continue
             key = (id(holding.run), holding.pool.kind)
             used[key] = used.get(key, 0) + (holding.units if holding.pool.window is None else holding.spent)

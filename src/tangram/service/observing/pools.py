@@ -34,6 +34,9 @@ def pool_views(picture: Picture, run: str | None, now: float) -> tuple[PoolView,
     for pool in scheduler.ledger.pools.values():
         spent = spent_now(pool, now)
         holders = held.get(pool.name, [])
+        waiting = scheduler.snapshot.waiting(pool)
+        if pool.kind in scheduler.ledger.private_kinds and not holders and not waiting:
+            continue  # of a function that nobody calls: there may be many
         views.append(
             PoolView(
                 name=pool.name,
@@ -44,7 +47,7 @@ def pool_views(picture: Picture, run: str | None, now: float) -> tuple[PoolView,
                 held=pool.held,
                 spent=spent,
                 free=pool.total - pool.held - spent,
-                waiting=scheduler.snapshot.waiting(pool),
+                waiting=waiting,
                 window_s=pool.window.seconds if pool.window is not None else None,
                 parts=_parts(pool, holders, list(picture.loaded.get(pool.node, ()))),
                 holders=tuple([_holder(one, run) for one in nlargest(HOLDERS_SHOWN_MAX, holders, key=_units)]),
