@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tests.dashboard.conftest import Opener
 from tests.dashboard.fake_model import Model
 from tests.dashboard.fake_service import FakeService
@@ -99,14 +101,15 @@ def test_it_asks_less_and_less_often_while_nobody_answers(screen: Opener, busy: 
     page = one.go(wait=False)
     page.until("document.body.dataset.phase === 'live'")
     busy.stop()
-    tries = []
-    asked = len(page.addresses)
-    for _ in range(6):
-        page.page.clock.run_for(10_000)
-        page.until("document.body.dataset.phase === 'gone'")
-        tries.append(len(page.addresses) - asked)
+    asked, seconds = len(page.addresses), []
+    for second in range(60):
+        page.page.clock.run_for(1_000)
+        page.page.wait_for_timeout(40)  # for real: what nobody answers fails at once, but not in no time
+        seconds += [second] * (len(page.addresses) - asked)
         asked = len(page.addresses)
-    assert tries[0] > tries[-1] >= 1, "ten seconds each"
+    pauses = [later - sooner for sooner, later in itertools.pairwise(seconds)]
+    assert len(pauses) >= 3 and pauses[-1] > pauses[0], "seconds between two tries"
+    assert page.js("document.body.dataset.phase") == "gone"
 
 
 def test_a_hidden_page_does_not_ask(screen: Opener, busy: FakeService) -> None:

@@ -96,7 +96,7 @@ def _calm_collector() -> None:
     freed without it, so it need not look often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(10_000, 20, 20)
 
 
 def _signalled(up: Up, number: int) -> None:
