@@ -143,6 +143,11 @@ def test_two_who_make_one_run_at_once_do_not_both_get_a_token() -> None:
     asyncio.run(main())
 
 
+async def revoke(runs: Runs, name: str) -> None:
+    async with runs.revoking(name):
+        pass
+
+
 def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
     async def main() -> None:
         facts = Facts()
@@ -151,7 +156,7 @@ def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
         facts.may_go_on.clear()
         changing = asyncio.create_task(runs.change("a", RunRequest(caps=Caps(network=True))))
         await asyncio.sleep(0)
-        revoking = asyncio.create_task(runs.revoke("a"))
+        revoking = asyncio.create_task(revoke(runs, "a"))
         await asyncio.sleep(0)
         facts.may_go_on.set()
         await asyncio.gather(changing, revoking)

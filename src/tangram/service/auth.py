@@ -143,15 +143,10 @@ class Runs:
         await self._facts.run_changed(name, token_hash, msgspec.msgpack.encode(record))
         self._enter(name, token_hash, record)
 
-    async def revoke(self, name: str) -> None:
-        """Its token is no longer taken, from the moment on when this begins."""
-        async with self.revoking(name):
-            pass
-
     @asynccontextmanager
     async def revoking(self, name: str) -> AsyncIterator[None]:
-        """As `revoke`. Nobody gets a token under that name before the context is left, in which all that it has is
-        taken away."""
+        """Its token is no longer taken from now on, and nobody gets one under that name before the context is left, in
+        which all that it has is taken away."""
         async with self._turn:
             self.record(name)
             self._caller_by_hash.pop(self._hash_by_run.pop(name), None)

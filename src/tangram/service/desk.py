@@ -244,13 +244,11 @@ class Desk:
         live.seen_s = self._now()
         if isinstance(live.work, Hold):  # a holder is heard of often, or it is not there any more
             wait_s = min(wait_s, self.limits.hold_idle_s / 3)
-        live.looking += 1
         try:
             awaited = live.started if until_started else live.settled
             if wait_s > 0.0 and not awaited.done():
                 await asyncio.wait((awaited,), timeout=wait_s)
         finally:
-            live.looking -= 1
             live.seen_s = self._now()
         if live.settled.done():
             if self.draining and live.settled.exception() is not None:

@@ -23,7 +23,6 @@ class Live:
     __slots__ = (
         "action",
         "cancelled",
-        "looking",
         "makes_box",
         "seen_s",
         "settled",
@@ -45,8 +44,6 @@ class Live:
         """Somebody asked for that, perhaps before the orchestrator had it."""
         self.makes_box = False
         """It opens a sandbox: if it does not succeed, there is none."""
-        self.looking = 0
-        """Requests that wait for it."""
         self.seen_s = now
         """When somebody last asked after it."""
 

@@ -93,6 +93,7 @@ async def _take_over(
 ) -> tuple[set[str], int]:
     """The names of those that are back, and how many are not."""
     run_by_name = {sandbox.name: sandbox.run for sandbox in found.sandboxes}
+    opened = set(run_by_name)
     for known in found.actions:  # its opening was not yet written down as done
         if known.phase is Phase.RUNNING and isinstance(decode_work(known.work), Open):
             action = decode_action(known.action)
@@ -111,7 +112,7 @@ async def _take_over(
                 taken.add(name)
                 await desk.journal.sandbox_opened(name, run, node, msgspec.msgpack.encode(spec))
                 continue
-        if any(sandbox.name == name for sandbox in found.sandboxes):
+        if name in opened:
             lost += 1
             desk.gone[name] = why
             log.warning("sandbox lost sandbox=%s: %s", name, why)
