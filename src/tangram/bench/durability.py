@@ -23,25 +23,22 @@ import collections
 import itertools
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
-from tangram.bench.reservation import usual_backend
-from tangram.bench.service_process import ServiceProcess
+from tangram.bench.service_process import ServiceProcess, a_folder
 from tangram.client.remote import Wire
 from tangram.core.action import Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
-from tangram.errors import FileFailed, InvalidConfig, ManagerError, TangramError
+from tangram.errors import FileFailed, ManagerError, TangramError
 from tangram.managers.work import MIB, Close, Exec, Open, SandboxSpec
 from tangram.service.recovery import RESTARTED
 from tangram.service.wire import Acknowledged, AnyWork, Reply, Submission
 
 OPTIONS = ("backend",)
-BACKENDS = ("sandbox", "process")
 
 CORES = 2.0
 """Of the service: fewer than there are actions under way, so that most of them wait when it is killed."""
@@ -80,12 +77,8 @@ QUICK = Sizes(actions=1000, kills=10)
 def measure(
     sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, backend: str = ""
 ) -> BenchResult:
-    backend = backend or usual_backend()[0]
-    if backend not in BACKENDS:
-        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
-    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        Path(folder).chmod(0o711)  # programs in sandboxes are nobody's; what is secret in it has modes of its own
-        return asyncio.run(_measure(sizes, Path(folder), backend, progress))
+    with a_folder(backend) as (folder, chosen):
+        return asyncio.run(_measure(sizes, folder, chosen, progress))
 
 
 async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress) -> BenchResult:

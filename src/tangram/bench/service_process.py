@@ -17,15 +17,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from tangram.errors import ManagerError
+from tangram.errors import InvalidConfig, ManagerError
 
 HOST = "127.0.0.1"
 UP_S = 30.0
@@ -39,6 +40,22 @@ TRACE_VARIABLE = "TANGRAM_BENCH_TRACEMALLOC"
 """Set to a number of frames, the service also tells where its memory was allocated."""
 PLACES = 25
 """Of allocations that are told."""
+
+
+BACKENDS = ("sandbox", "process")
+
+
+@contextlib.contextmanager
+def a_folder(backend: str) -> Iterator[tuple[Path, str]]:
+    """For the files of a service whose sandboxes are of this backend, or, if none is named, of the best there is."""
+    from tangram.bench.reservation import usual_backend  # a service that is watched has no use for it
+
+    backend = backend or usual_backend()[0]
+    if backend not in BACKENDS:
+        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
+    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
+        Path(folder).chmod(0o711)  # programs in sandboxes are nobody's; what is secret in it has modes of its own
+        yield Path(folder), backend
 
 
 class Inside(msgspec.Struct, frozen=True):

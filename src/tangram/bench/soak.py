@@ -29,18 +29,16 @@ from typing import Any
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
-from tangram.bench.reservation import usual_backend
-from tangram.bench.service_process import ServiceProcess
+from tangram.bench.service_process import ServiceProcess, a_folder
 from tangram.client.client import Client, connect
 from tangram.client.functions import function
-from tangram.errors import InvalidConfig, ManagerError, TangramError
+from tangram.errors import ManagerError, TangramError
 from tangram.managers.cpu.hierarchies import find_hierarchies
 from tangram.managers.work import MIB, Exec
 from tangram.service.view import TIMELINE_ROWS_MAX
 from tangram.service.wire import Submission
 
 OPTIONS = ("backend",)
-BACKENDS = ("sandbox", "process")
 
 MEMORY = "32MiB"
 """Of each sandbox."""
@@ -82,12 +80,8 @@ QUICK = Sizes(seconds=60.0, warm_s=5.0)
 def measure(
     sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress, backend: str = ""
 ) -> BenchResult:
-    backend = backend or usual_backend()[0]
-    if backend not in BACKENDS:
-        raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")
-    with tempfile.TemporaryDirectory(prefix="tangram-bench-") as folder:
-        Path(folder).chmod(0o711)  # programs in sandboxes are nobody's; what is secret in it has modes of its own
-        return asyncio.run(_measure(sizes, Path(folder), backend, progress))
+    with a_folder(backend) as (folder, chosen):
+        return asyncio.run(_measure(sizes, folder, chosen, progress))
 
 
 async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress) -> BenchResult:
