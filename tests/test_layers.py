@@ -38,6 +38,8 @@ ABOVE_ALL = ("__init__", "__main__")
 
 IMPURE = ("asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time")
 HEAVY = ("ray", "torch", "transformers")
+MADE_OF_TORCH = "tangram.rl.nn"
+"""Its modules are made of PyTorch, so they import it at once, and whoever uses one of them imports it as late as that."""
 
 KEEPS_ORDER = ("enumerate", "filter", "iter", "list", "map", "tuple", "zip")
 """Builtins that hand on the order of what they are given. `sorted`, `min` or `len` of a set are fine."""
@@ -118,12 +120,18 @@ def nodes_run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def heavy_imports(tree: ast.Module, module: str, *, is_package: bool = False) -> list[str]:
     """Imports of optional packages that happen as soon as the module is imported."""
+    if _within(module, MADE_OF_TORCH):
+        return []
     return [
         f"{node.lineno}: imports {name} at import time; move it into the function that uses it"
         for node in nodes_run_at_import(tree)
         for name in imported_modules(node, module, is_package=is_package)
-        if name.split(".")[0] in HEAVY
+        if name.split(".")[0] in HEAVY or _within(name, MADE_OF_TORCH)
     ]
+
+
+def _within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
 
 
 # Reading loops.
@@ -330,3 +338,11 @@ def test_a_heavy_import_at_import_time_is_found(source: str, package: str) -> No
 )
 def test_a_heavy_import_where_it_is_used_is_allowed(source: str) -> None:
     assert heavy_imports(ast.parse(source), "tangram.managers.models") == []
+
+
+def test_what_is_made_of_torch_imports_it_at_once_and_is_itself_heavy() -> None:
+    assert heavy_imports(ast.parse("import torch"), "tangram.rl.nn.transformer") == []
+    late = "def load():\n    from tangram.rl.nn.transformer import Transformer"
+    assert heavy_imports(ast.parse(late), "tangram.rl.engines.process") == []
+    early = "from tangram.rl.nn.transformer import Transformer"
+    assert len(heavy_imports(ast.parse(early), "tangram.rl.engines.process")) == 1

@@ -1,0 +1,170 @@
+"""The settings of a rollout: the tables of its config, as records.
+
+Owns every key, its default and its sentence. Never reads a file and never makes what a table describes. Promises that a
+record that is there is valid, however it was made.
+
+    RolloutSettings   the whole file
+    ├── policy        [policy]      the model that plays
+    ├── sampling      [sampling]    how its tokens are drawn
+    ├── engines       [[engines]]   what writes them, by class of hardware
+    ├── groups        [groups]      members, redundancy, and what becomes of a group that loses members
+    └── tasks         [[tasks]]     what is played: environment, limits, affinity and reward of each
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from tangram.config import valid
+from tangram.config.tables import Table
+from tangram.config.valid import one_of
+from tangram.errors import InvalidConfig
+
+RewardKind = Literal["environment", "function", "command", "model"]
+LossRule = Literal["refill", "close", "drop"]
+EngineKind = Literal["process", "openai"]
+
+
+class EngineSettings(Table, frozen=True, kw_only=True):
+    """Engines of one kind on one class of hardware."""
+
+    name: valid.Name = "engine"
+    """What they are called; several are numbered."""
+    hardware: valid.Name = "default"
+    """Their class, such as `compute` or `bandwidth`, which tasks name in `affinity`."""
+    count: valid.Count = 1
+    kind: Annotated[EngineKind, one_of(EngineKind)] = "process"
+    """Our own in a process of its own, or a server that speaks the OpenAI API."""
+    url: valid.Text = ""
+    """Of a server."""
+    slots: valid.Count = 16
+    """Requests that are served at once."""
+    context_max: valid.Count = 256
+    """Tokens of one request, read and written."""
+    chunk: valid.Count = 32
+    """Tokens that are read at most between two steps of writing."""
+    deterministic: valid.Flag = False
+    """Whether what is written does not depend, to the last bit, on who else is being served. It costs speed."""
+    threads: valid.Count = 1
+    prefill_s_per_token: valid.SecondsOr0 = 0.0
+    """Emulated hardware: what reading a token takes at least."""
+    decode_s_per_step: valid.SecondsOr0 = 0.0
+    """Emulated hardware: what a step that writes one token for each request takes at least."""
+
+    def together(self) -> None:
+        if (self.kind == "openai") != bool(self.url):
+            raise InvalidConfig("url", self.url, 'an address for kind = "openai", and none for others')
+
+
+class RewardSettings(Table, frozen=True, kw_only=True):
+    """Where the reward of a task comes from."""
+
+    kind: Annotated[RewardKind, one_of(RewardKind)] = "environment"
+    """What the environment says; a function, called as an action and scaled from zero; a command in the sandbox of the
+    environment; or a model service."""
+    function: valid.Text = ""
+    """`module:name` of a function: of the reward, or of what makes a reward of a command's or model's answer."""
+    service: valid.Text = ""
+    """Of a model service."""
+    timeout_s: valid.Seconds = 60.0
+    retries: valid.CountOr0 = 2
+    """If the infrastructure failed. A reward that cannot be had ends its trajectory as reward_failed, never with 0."""
+
+    def together(self) -> None:
+        if self.kind == "function" and not self.function:
+            raise InvalidConfig("function", self.function, "`module:name` of the function that rewards")
+        if self.kind == "model" and not self.service:
+            raise InvalidConfig("service", self.service, "the name of a model service")
+
+
+class TaskSettings(Table, frozen=True, kw_only=True):
+    """A task that is played."""
+
+    name: valid.Name
+    """Its tag: what metrics, routing and records call it."""
+    environment: valid.Text = ""
+    """A registered name, or `module:name`; that of the task if it is not said."""
+    options: valid.Arguments = msgspec.field(default_factory=dict)
+    """For the environment."""
+    weight: valid.Seconds = 1.0
+    """Of all groups, how many are of this task, in proportion."""
+    affinity: valid.Text = ""
+    """The class of hardware on which its tokens should be written; empty: any."""
+    turns_max: valid.MaybeCount = None
+    """What the task says, if it is not said here."""
+    tokens_max: valid.MaybeCount = None
+    """Of one action; what the task says, if it is not said here."""
+    concurrency: valid.Count = 1024
+    """Episodes that are open at once."""
+    reset_timeout_s: valid.Seconds = 120.0
+    step_timeout_s: valid.Seconds = 60.0
+    retries: valid.CountOr0 = 2
+    """Of a reset that failed, each with a new environment. A step that failed is not repeated: what it did is unknown;
+    the episode begins anew instead, as often."""
+    backoff_s: valid.SecondsOr0 = 0.2
+    """Before the first retry, doubled before each that follows, less a part by chance."""
+    reset_ahead: valid.CountOr0 = 0
+    """Episodes whose reset may begin before their turn comes."""
+    reward: RewardSettings = RewardSettings()
+
+
+class GroupSettings(Table, frozen=True, kw_only=True):
+    """Groups, and what becomes of those that lose members."""
+
+    size: valid.Count = 8
+    """Members that are trained on."""
+    members_extra: valid.CountOr0 = 0
+    """Members that are played besides; the first `size` that end are kept."""
+    groups_extra: valid.CountOr0 = 0
+    """Groups that are played besides; the first that are whole are kept."""
+    on_loss: Annotated[LossRule, one_of(LossRule)] = "refill"
+    """A member that failed is played again as a new attempt; or the group is closed with those that it has, if they
+    are `size_min`; or it is dropped whole."""
+    refills_max: valid.CountOr0 = 16
+    """Of one group; after these it is closed or dropped as `size_min` says."""
+    size_min: valid.Count = 2
+    """Members with which a group may be closed."""
+
+    def together(self) -> None:
+        if self.size_min > self.size:
+            raise InvalidConfig("size_min", self.size_min, f"at most size, which is {self.size}")
+
+
+class PolicySettings(Table, frozen=True, kw_only=True):
+    """The model that plays."""
+
+    checkpoint: valid.PathOrNone = ""
+    """A folder: our own, or a Hugging Face one of the Llama or Qwen2 kind. None: a new one of these sizes."""
+    layers: valid.Count = 2
+    width: valid.Count = 64
+    heads: valid.Count = 4
+    seed: valid.CountOr0 = 0
+    """Of the first weights."""
+
+
+class SamplingSettings(Table, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: valid.SecondsOr0 = 1.0
+    top_k: valid.CountOr0 = 0
+    top_p: valid.Seconds = 1.0
+    keep_ids: valid.Flag = False
+
+
+class RolloutSettings(Table, frozen=True, kw_only=True):
+    """A rollout, whole."""
+
+    run: valid.Name = "rl"
+    """Whose share of the pools its actions count against."""
+    seed: valid.CountOr0 = 0
+    policy: PolicySettings = PolicySettings()
+    sampling: SamplingSettings = SamplingSettings()
+    engines: tuple[EngineSettings, ...] = (EngineSettings(),)
+    groups: GroupSettings = GroupSettings()
+    tasks: tuple[TaskSettings, ...] = ()
+
+    def task(self, name: str) -> TaskSettings:
+        """Raises KeyError."""
+        return {task.name: task for task in self.tasks}[name]
