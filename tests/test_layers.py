@@ -39,7 +39,7 @@ ABOVE_ALL = ("__init__", "__main__")
 IMPURE = ("asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time")
 HEAVY = ("ray", "torch", "transformers")
 MADE_OF_TORCH = "tangram.rl.nn"
-"""Its modules are made of PyTorch, so they import it at once, and whoever uses one of them imports it as late as that."""
+"""Its modules are made of PyTorch, so they import it at once; whoever uses one of them imports it as late as that."""
 
 KEEPS_ORDER = ("enumerate", "filter", "iter", "list", "map", "tuple", "zip")
 """Builtins that hand on the order of what they are given. `sorted`, `min` or `len` of a set are fine."""
