@@ -29,6 +29,7 @@ from tangram.core.messages import (
     Started,
     Submit,
     Tick,
+    Window,
     cpu_node,
 )
 from tangram.core.policies import policy
@@ -79,6 +80,20 @@ def test_a_size_aware_policy_lets_short_actions_go_first_and_others_pass_what_do
 
 
 # ---- fair share -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [Window(seconds=60.0), Window(seconds=60.0, sliding=True)])
+def test_what_a_run_spent_of_a_quota_long_ago_does_not_count_against_it(cluster: Make, window: Window) -> None:
+    c = cluster(*cpu_node("n0", 4), Pool(kind="tokens", total=10, window=window))
+    c.submit("spent", {"tokens": fixed(9)}, run="x")
+    c.run("spent")
+    for name, run in (("ax", "x"), ("ay", "y"), ("by", "y"), ("cy", "y")):
+        c.submit(name, {"cpu": cores(1)}, run=run)
+    c.submit("dx", {"cpu": cores(1)}, run="x")
+    c.submit("dy", {"cpu": cores(1)}, run="y")
+    c.now = 100.0  # the quota is whole again, and nobody has asked for it since
+    c.run("ay")
+    assert c.starts() == ["dx"]
 
 
 def test_the_run_with_the_smaller_share_goes_first(cluster: Make) -> None:

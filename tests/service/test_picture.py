@@ -174,6 +174,18 @@ def test_who_comes_under_the_name_of_a_run_that_has_ended_sees_none_of_its_rows(
     assert [row.id for row in world.picture.timeline(0, 10, None).rows] == ["a", "b", "c"]
 
 
+def test_who_comes_under_the_name_of_a_run_that_has_ended_begins_at_zero() -> None:
+    world = World(*cpu_node("n0", 2))
+    world.run("a", 2.0, run="r", task="t")
+    world.run("b", run="other")
+    world.picture.hide("r")
+    world.run("c", 1.0, run="r", task="u")
+    run = world.of_run("r")
+    assert run.settled == {"succeeded": 1} and run.spending.execution_s == 1.0
+    assert [one.name for one in world.picture.view("r").classes] == ["u/exec"]
+    assert world.of_run("other").settled == {"succeeded": 1}
+
+
 def test_settled_actions_are_counted_by_run_and_status() -> None:
     world = World(*cpu_node("n0", 1), limits=Limits(run_queue_max=1))
     world.run("a", run="r")
@@ -515,6 +527,30 @@ def test_a_quota_shows_what_time_has_given_back_though_nobody_looked(window: Win
     before = world.scheduler.ledger.pools["api"].spent
     world.send(Tick())
     assert before == 8
+
+
+def test_a_share_of_a_quota_ends_when_time_has_given_it_back_though_nobody_looked() -> None:
+    world = World(*cpu_node("n0", 4), Pool(kind="api", total=10, window=Window(seconds=10.0, sliding=True)))
+    world.submit("a", {"api": fixed(8)}, run="r")
+    world.finish("a")
+    world.submit("b", {CPU: cores(1)}, run="r")
+    assert world.of_run("r").share == 0.8
+    world.wait(BUCKET_S)
+    assert max(bucket.busy.get("api", 0.0) for bucket in world.picture.view(None).history) == pytest.approx(0.8)
+    world.wait(10.0 + 2 * BUCKET_S)
+    assert world.of_run("r").share == 0.25
+    assert world.picture.view(None).history[-1].busy["api"] == 0.0
+
+
+def test_who_waits_for_memory_waits_for_that_and_not_for_cores() -> None:
+    world = World(*cpu_node("n0", 4, memory_gib=1.0))
+    world.send(Reserve(sandbox="s", run="r", memory=1024))
+    world.submit("a", {CPU: cores(1)}, sandbox="s", run="r")
+    world.send(Reserve(sandbox="u", run="r", memory=512))
+    world.submit("b", {CPU: cores(1)}, sandbox="u", run="r")
+    assert world.pool("memory@n0").waiting == 1 and world.pool("cpu@n0").waiting == 0
+    world.submit("c", {CPU: cores(4)}, run="r")
+    assert world.pool("memory@n0").waiting == 1 and world.pool("cpu@n0").waiting == 1
 
 
 def test_a_share_is_of_the_pool_of_which_a_run_holds_most_without_its_weight() -> None:

@@ -181,6 +181,35 @@ class PoolState:
                 return (*[units >> lower & 1 for lower in range(level)], whole, *counts[level + 1 :])
         return tuple(counts)
 
+    def come_back(self, now: float) -> int:
+        """Of a spent pool: how many units time has given back since anybody looked."""
+        window = self.window
+        if window is None or not self.spent or now <= self.window_at:
+            return 0
+        if window.sliding:
+            units = 0
+            for charge in self.charges:
+                if charge.used_at + window.seconds > now:
+                    break
+                units += charge.spent
+            return units
+        if not window.bucket:
+            return sum(charge.spent for charge in self.charges) if now >= self.window_at + window.seconds else 0
+        coming = self.spent - sum(charge.spent for charge in self.pending.values())
+        return min(coming, int((now - self.window_at) * self.total / window.seconds + UNIT_ROUNDING))
+
+    def move_window(self, now: float, units: int) -> None:
+        """These units have come back by now."""
+        window = self.window
+        assert window is not None
+        if window.bucket:
+            rate = self.total / window.seconds
+            coming = self.spent - sum(charge.spent for charge in self.pending.values())
+            # Parts of a unit stay due, but an empty bucket of spent units, or one without a rate, has nothing coming.
+            self.window_at = now if units == coming or not rate else self.window_at + units / rate
+        elif not window.sliding and now >= self.window_at + window.seconds:
+            self.window_at += max(1, math.floor((now - self.window_at) / window.seconds)) * window.seconds
+
     def available_at(self, units: int) -> float:
         """When a spent pool that lacks `units` now will have them, if nothing else is granted from it."""
         window = self.window
@@ -200,6 +229,15 @@ class PoolState:
             if units <= 0:
                 return charge.used_at + self.window.seconds
         return math.inf
+
+    def whole_at(self) -> float:
+        """When time will have given back all that is spent, if nothing else is granted. The same for one charge as for
+        thousands."""
+        if self.window is None or self.pending:
+            return math.inf
+        if self.window.sliding:
+            return self.charges[-1].used_at + self.window.seconds if self.charges else self.window_at
+        return self.available_at(self.total)
 
     def statistics(self) -> dict[str, int]:
         return {"total": self.total, "free": self.free, "held": self.held, "spent": self.spent}
@@ -225,6 +263,8 @@ class Ledger:
         self._usages: list[RunUsage] = []
         self.private_kinds: set[str] = set()
         """Kinds that do not count in the share of a run."""
+        self._spending: dict[str, PoolState] = {}
+        """Pools of which something may be spent."""
 
     # ---- pools and nodes ----
 
@@ -355,6 +395,7 @@ class Ledger:
         if state.window is not None:
             state.spent += units
             holding.spent = units
+            self._spending[state.name] = state
             if at_once or not state.window.sliding:
                 holding.used_at = self.now + state.window.arrival_s
                 state.charges.append(holding)
@@ -440,7 +481,8 @@ class Ledger:
         """Let time give back what was spent, oldest first. True when anything came back."""
         if state.window is None or now <= state.window_at:
             return False
-        units = _come_back(state, now)
+        units = state.come_back(now)
+        state.move_window(now, units)
         if not units:
             return False
         state.spent -= units
@@ -455,6 +497,17 @@ class Ledger:
             if not charge.spent:
                 charges.popleft()
         return True
+
+    def refill_all(self) -> list[PoolState]:
+        """The same for every pool, or a run would go on to be judged by what it spent long ago. Returns those to which
+        anything came back."""
+        refilled = []
+        for state in list(self._spending.values()):
+            if self.refill(state, self.now):
+                refilled.append(state)
+            if not state.spent or state.gone:
+                del self._spending[state.name]
+        return refilled
 
     # ---- fair share ----
 
@@ -543,30 +596,6 @@ def _holds(kind: str, total: int, units: int) -> bool:
     if kind == GPU and units:
         return chunk_size(units) <= total
     return units <= total
-
-
-def _come_back(state: PoolState, now: float) -> int:
-    """How many units have come back by now, with the window moved on."""
-    window = state.window
-    assert window is not None
-    if window.sliding:
-        units = 0
-        for charge in state.charges:
-            if charge.used_at + window.seconds > now:
-                break
-            units += charge.spent
-        return units
-    if not window.bucket:
-        if now < state.window_at + window.seconds:
-            return 0
-        state.window_at += max(1, math.floor((now - state.window_at) / window.seconds)) * window.seconds
-        return sum(charge.spent for charge in state.charges)
-    rate = state.total / window.seconds
-    coming = state.spent - sum(charge.spent for charge in state.pending.values())
-    units = min(coming, int((now - state.window_at) * rate + UNIT_ROUNDING))
-    # Parts of a unit stay due, but an empty bucket of spent units, or one without a rate, has nothing coming.
-    state.window_at = now if units == coming or not rate else state.window_at + units / rate
-    return units
 
 
 def _check_pool(state: PoolState, holdings: list[Holding]) -> None:

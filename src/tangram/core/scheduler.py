@@ -167,6 +167,8 @@ class Scheduler:
         if queue.behind:
             queue.open_overtaken(now)
         if queue.active or queue.changed or queue.vacated or (self.reviews and self.reviews[0][0] <= now):
+            for pool in self.ledger.refill_all():
+                queue.wake(pool)
             self._plans.carry_out()
         wake_at = self._timers.announce()
         if wake_at is not None:

@@ -8,6 +8,7 @@ and means are exact.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -167,17 +168,23 @@ def _bucket(number: int, values: array[float], busy: dict[str, float]) -> Bucket
 class _Level:
     """Of one pool: the part in use, since when, and what that came to before."""
 
-    __slots__ = ("area_s", "part", "since_s")
+    __slots__ = ("area_s", "part", "since_s", "until_s")
 
     def __init__(self, since_s: float) -> None:
         self.part = 0.0
         self.since_s = since_s
+        self.until_s = math.inf
+        """Time will have given back all of it, if nothing more is used."""
         self.area_s = 0.0
+
+    def advance(self, now: float) -> None:
+        self.area_s += self.part * max(0.0, min(now, self.until_s) - self.since_s)
+        self.since_s = now
 
 
 class Busy:
-    """How much of each pool was in use, as a mean over time. Whoever changes a pool touches it; what nobody said, such
-    as units that time gave back, is seen when a bucket ends."""
+    """How much of each pool was in use, as a mean over time. Whoever changes a pool touches it. Units that time gives
+    back one after another are seen when a bucket ends, or when all of them are back."""
 
     __slots__ = ("_levels",)
 
@@ -188,17 +195,18 @@ class Busy:
         level = self._levels.get(pool.name)
         if level is None:
             level = self._levels[pool.name] = _Level(now)
-        level.area_s += level.part * (now - level.since_s)
-        level.since_s = now
-        level.part = min(1.0, (pool.held + pool.spent) / pool.total) if pool.total > 0 else 0.0
+        level.advance(now)
+        used = pool.held + pool.spent - pool.come_back(now)
+        level.part = min(1.0, used / pool.total) if pool.total > 0 else 0.0
+        level.until_s = pool.whole_at()
 
     def close(self, start_s: float, end_s: float) -> dict[str, float]:
         """The means from the one time to the other, and begin anew there."""
         means: dict[str, float] = {}
         for name, level in self._levels.items():
-            area_s = level.area_s + level.part * (end_s - level.since_s)
-            level.area_s, level.since_s = 0.0, end_s
-            means[name] = min(1.0, max(0.0, area_s / (end_s - start_s)))
+            level.advance(end_s)
+            means[name] = min(1.0, max(0.0, level.area_s / (end_s - start_s)))
+            level.area_s = 0.0
         return means
 
     def renew(self, pools: dict[str, PoolState], now: float) -> None:

@@ -15,9 +15,9 @@ import msgspec
 
 from tangram.errors import InvariantError
 from tangram.service.observing.accounts import EDGES, ClassAccount, Distribution, RunAccount
-from tangram.service.observing.panes import share_of
-from tangram.service.observing.pools import spent_now
+from tangram.service.observing.pools import waiting_actions
 from tangram.service.observing.process import process_samples
+from tangram.service.observing.shares import Shares
 from tangram.service.picture import Picture
 from tangram.service.spending import OTHER
 
@@ -58,7 +58,7 @@ FAMILIES = (
     Family("tangram_time_seconds_total", COUNTER, "Where the time of trajectories went.", ("run", "part")),
     Family("tangram_pool_units", GAUGE, "Units of a pool: milli-cores, MiB, devices, requests, tokens.",
            ("pool", "state")),
-    Family("tangram_pool_waiting_actions", GAUGE, "Actions in the queue that ask for a pool.", ("pool",)),
+    Family("tangram_pool_waiting_actions", GAUGE, "Actions in the queue that a pool is too short for.", ("pool",)),
     Family("tangram_run_share", GAUGE, "The largest part that a run has of any kind of pool, from 0 to 1.", ("run",)),
     Family("tangram_run_weight", GAUGE, "Its weight in fair share.", ("run",)),
     Family("tangram_sandboxes", GAUGE, "Sandboxes: active while an action runs in them, else frozen.",
@@ -152,6 +152,7 @@ Sample = tuple[str, Labels, float]
 
 def _of_actions(picture: Picture) -> Iterator[Sample]:
     scheduler = picture.scheduler
+    shares = Shares(scheduler.ledger, picture.now())
     yield "tangram_build_info", (picture.version, scheduler.policy.name, picture.durability), 1
     for account in picture.accounts.all_runs():
         runs = scheduler.queue.runs
@@ -161,7 +162,7 @@ def _of_actions(picture: Picture) -> Iterator[Sample]:
             known = [run for name, run in runs.items() if name not in picture.accounts.runs]
         if known or account.settled:
             yield from _of_run(account)
-            yield "tangram_run_share", (account.name,), share_of(scheduler, [run.usage for run in known])
+            yield "tangram_run_share", (account.name,), shares.of(run.usage for run in known)
             yield "tangram_run_weight", (account.name,), sum(run.usage.weight for run in known)
     for limit, count in picture.refusals.items():
         yield "tangram_refusals_total", (limit,), count
@@ -182,13 +183,13 @@ def _of_run(account: RunAccount) -> Iterator[Sample]:
 
 
 def _of_pools(picture: Picture) -> Iterator[Sample]:
-    scheduler, now = picture.scheduler, picture.now()
-    for pool in scheduler.ledger.pools.values():
-        spent = spent_now(pool, now)
+    now, waiting = picture.now(), waiting_actions(picture)
+    for pool in picture.scheduler.ledger.pools.values():
+        spent = pool.spent - pool.come_back(now)
         states = {"total": pool.total, "held": pool.held, "spent": spent, "free": pool.total - pool.held - spent}
         for state, units in states.items():
             yield "tangram_pool_units", (pool.name, state), units
-        yield "tangram_pool_waiting_actions", (pool.name,), scheduler.snapshot.waiting(pool)
+        yield "tangram_pool_waiting_actions", (pool.name,), waiting[pool.name]
 
 
 PARTS: dict[str, Callable[[ClassAccount], Distribution]] = {

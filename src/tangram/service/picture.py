@@ -228,6 +228,7 @@ class Picture:
     def hide(self, run: str) -> None:
         """The run has ended: whoever comes under its name sees nothing of what it did."""
         self.rows.hide(run)
+        self.accounts.drop(run)
 
     def story(self, id: str, run: str | None) -> Story | None:
         """None: there is no such action, or not one that this run may see."""

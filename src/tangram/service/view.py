@@ -58,7 +58,7 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     """Of a quota: used up, and coming back with time."""
     free: int
     waiting: int
-    """Actions in the queue that ask for it."""
+    """Actions in the queue that it is too short for, or that stand behind such."""
     window_s: float | None = None
     """Of a quota: the stretch of time that its total is for."""
     parts: tuple[Part, ...] = ()

@@ -180,6 +180,12 @@ class Accounts:
         if 2 * self._classes_named > CLASSES_MAX or 2 * len(self.runs) > RUNS_MAX:
             self._make_room()
 
+    def drop(self, name: str) -> None:
+        """The run has ended: whoever comes under its name begins at zero."""
+        self.runs.pop(name, None)
+        self.classes = {key: account for key, account in self.classes.items() if account.run.name != name}
+        self._count_again()
+
     def _make_room(self) -> None:
         self.classes = {key: account for key, account in self.classes.items() if account.live or account.hour.all.count}
         self.runs = {
@@ -187,6 +193,9 @@ class Accounts:
             for name, run in self.runs.items()
             if run.waiting or run.running or run.sandboxes or run.hour.all.count
         }
+        self._count_again()
+
+    def _count_again(self) -> None:
         self._by_key = {
             key: account
             for key, account in self._by_key.items()

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from tangram.core.explain import explain
 from tangram.core.lanes import Entry, Lane, Run
-from tangram.core.ledger import RunUsage
 from tangram.core.queue import ELDER_FACTOR
 from tangram.core.scheduler import Scheduler
 from tangram.service.observing.accounts import ClassAccount, RunAccount
 from tangram.service.observing.pools import pool_views
+from tangram.service.observing.shares import Shares
 from tangram.service.spending import OTHER
 from tangram.service.view import (
     HIDDEN,
@@ -88,11 +88,12 @@ def _memory(scheduler: Scheduler, sandbox: str) -> int:
 def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunView, ...]:
     scheduler = picture.scheduler
     runs, accounts = scheduler.queue.runs, picture.accounts
+    shares = Shares(scheduler.ledger, picture.now())
     if run is None:
         named = [name for name in accounts.runs if name in runs]
-        shown = [run_view(scheduler, accounts.runs[name], [runs[name]]) for name in named]
+        shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
         rest = [one for name, one in runs.items() if name not in accounts.runs]
-        return (*shown, run_view(scheduler, accounts.other, rest)) if rest else tuple(shown)
+        return (*shown, run_view(shares, accounts.other, rest)) if rest else tuple(shown)
     own = accounts.runs.get(run)
     if own is None:
         own = RunAccount(run)
@@ -105,16 +106,16 @@ def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunV
     others.running -= own.running
     others.sandboxes -= own.sandboxes
     rest = [one for name, one in runs.items() if name != run]
-    mine = run_view(scheduler, own, [runs[run]] if run in runs else [])
-    return (mine, run_view(scheduler, others, rest)) if rest else (mine,)
+    mine = run_view(shares, own, [runs[run]] if run in runs else [])
+    return (mine, run_view(shares, others, rest)) if rest else (mine,)
 
 
-def run_view(scheduler: Scheduler, account: RunAccount, runs: list[Run]) -> RunView:
+def run_view(shares: Shares, account: RunAccount, runs: list[Run]) -> RunView:
     """Of the runs that an account counts."""
     return RunView(
         name=account.name,
         weight=sum(run.usage.weight for run in runs),
-        share=share_of(scheduler, [run.usage for run in runs]),
+        share=shares.of(run.usage for run in runs),
         waiting=sum(run.waiting for run in runs),
         running=account.running,
         sandboxes=account.sandboxes,
@@ -122,17 +123,6 @@ def run_view(scheduler: Scheduler, account: RunAccount, runs: list[Run]) -> RunV
         act=account.hour.all.percentiles(),
         spending=account.spending.view(),
     )
-
-
-def share_of(scheduler: Scheduler, usages: list[RunUsage]) -> float:
-    """Of the kind of pool of which they have the largest part together: that part."""
-    units_by_kind: dict[str, int] = {}
-    for usage in usages:
-        for kind, units in usage.units_by_kind.items():
-            units_by_kind[kind] = units_by_kind.get(kind, 0) + units
-    totals = scheduler.ledger.total_by_kind
-    parts = [units / totals[kind] if totals[kind] > 0 else 1.0 for kind, units in units_by_kind.items()]
-    return min(1.0, max(parts, default=0.0))
 
 
 def _classes(picture: Picture, run: RunAccount | None) -> tuple[ClassView, ...]:

@@ -10,8 +10,9 @@ from heapq import nlargest
 from typing import TYPE_CHECKING
 
 from tangram.core.demand import CPU, GPU, MEMORY
-from tangram.core.ledger import CORE_KIND, UNIT_ROUNDING, Holding, PoolState
+from tangram.core.ledger import CORE_KIND, Holding, PoolState
 from tangram.core.topology import Cells, Chunks, CoreSet
+from tangram.service.spending import WAITING
 from tangram.service.view import HIDDEN, Holder, Part, PoolView
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ Held = dict[str, list[tuple[int, str, str, Holding]]]
 def pool_views(picture: Picture, run: str | None, now: float) -> tuple[PoolView, ...]:
     scheduler = picture.scheduler
     held = _held(picture)
+    waiting_by_pool = waiting_actions(picture)
     views = []
     for pool in scheduler.ledger.pools.values():
-        spent = spent_now(pool, now)
+        spent = pool.spent - pool.come_back(now)
         holders = held.get(pool.name, [])
-        waiting = scheduler.snapshot.waiting(pool)
+        waiting = waiting_by_pool[pool.name]
         if pool.kind in scheduler.ledger.private_kinds and not holders and not waiting:
             continue  # of a function that nobody calls: there may be many
         views.append(
@@ -56,23 +58,23 @@ def pool_views(picture: Picture, run: str | None, now: float) -> tuple[PoolView,
     return tuple(views)
 
 
-def spent_now(pool: PoolState, now: float) -> int:
-    """What is used up of a quota, by what will have come back when the scheduler looks next."""
-    window, spent = pool.window, pool.spent
-    if window is None or not spent or now <= pool.window_at:
-        return spent
-    pending = sum(charge.spent for charge in pool.pending.values())
-    if window.sliding:
-        back = 0
-        for charge in pool.charges:
-            if charge.used_at + window.seconds > now:
-                break
-            back += charge.spent
-        return spent - back
-    if window.bucket:
-        come = int((now - pool.window_at) * pool.total / window.seconds + UNIT_ROUNDING)
-        return spent - min(spent - pending, come)
-    return pending if now >= pool.window_at + window.seconds else spent
+def waiting_actions(picture: Picture) -> dict[str, int]:
+    """By pool: the actions that wait because its kind was found short, as far as they may run from it."""
+    counts: dict[tuple[str, str], int] = {}
+    entries = picture.scheduler.entries
+    for id, life in picture.lives.by_id.items():
+        if life.phase == WAITING and id in entries:
+            key = life.short, entries[id].node
+            counts[key] = counts.get(key, 0) + 1
+    any_node: dict[str, int] = {}
+    for (kind, _), count in counts.items():
+        any_node[kind] = any_node.get(kind, 0) + count
+    return {
+        name: counts.get((pool.kind, ""), 0) + counts.get((pool.kind, pool.node), 0)
+        if pool.node
+        else any_node.get(pool.kind, 0)
+        for name, pool in picture.scheduler.ledger.pools.items()
+    }
 
 
 def _unit(pool: PoolState) -> str:
