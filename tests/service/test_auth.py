@@ -320,6 +320,36 @@ def test_tokens_are_in_no_answer_no_log_and_no_file(tmp_path: Path, caplog: pyte
             assert secret.encode() not in path.read_bytes(), path
 
 
+def test_what_the_admin_changes_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main() -> None:
+        async with tenants(tmp_path) as (_, admin, _, _):
+            for method, path, body in [
+                ("POST", "/v1/runs/new", {"weight": 2.0}),
+                ("PATCH", "/v1/runs/new", {"weight": 3.0}),
+                ("POST", "/v1/runs/new/token", None),
+                ("PUT", "/v1/quotas", {"name": "search", "concurrent": 2}),
+                ("PATCH", "/v1/pools/cpu@local", {"total": 1000}),
+                ("PATCH", "/v1/nodes/local", {"state": "draining"}),
+                ("DELETE", "/v1/runs/new", None),
+            ]:
+                assert (await admin.ask(method, path, body)).status < 300, path
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    for wanted in [
+        "run made run=new weight=2",
+        "run changed run=new weight=3",
+        "token renewed run=new",
+        "quota set quota=search",
+        "pool resized pool=cpu@local total=1000",
+        "node changed node=local state=draining",
+        "run revoked run=new",
+    ]:
+        assert wanted in lines
+
+
 def test_what_only_the_admin_may_do_no_run_does(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, _):

@@ -419,6 +419,24 @@ def test_limits_of_a_run_are_refused_by_their_names(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_run_has_so_many_images_and_may_make_one_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with tenants(tmp_path, limits=RunLimits(images_max=2), backend="fake") as (_, _, a, b):
+            first = (await a.ask("POST", "/v1/images", body=b"tar")).json["name"]
+            await a.open()
+            assert (await a.submit("c", {"type": "Commit", "image": "mine"}, sandbox="box")).status == 200
+            more = await a.ask("POST", "/v1/images", body=b"another")
+            assert (more.status, more.code, more.error["limit"]) == (429, "refused", "images_max")
+            other = await a.submit("d", {"type": "Commit", "image": "other"}, sandbox="box")
+            assert (other.code, other.error["limit"]) == ("refused", "images_max")
+            assert (await a.submit("e", {"type": "Commit", "image": "mine"}, sandbox="box")).status == 200
+            assert (await b.ask("POST", "/v1/images", body=b"another")).status == 200
+            assert (await a.ask("DELETE", f"/v1/images/{first}")).status == 204
+            assert (await a.submit("f", {"type": "Commit", "image": "other"}, sandbox="box")).status == 200
+
+    asyncio.run(main())
+
+
 def test_limits_that_the_admin_gave_a_run_are_its_own(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path, {"sandboxes_max": 1, "waiting_max": 1, "network": True}) as (_, admin, a, _):

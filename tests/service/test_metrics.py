@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from tangram.clock import SimClock
 from tangram.core.action import Action, Usage
 from tangram.core.demand import CPU, Demand, cores
-from tangram.core.messages import Effect, Event, Finished, Reserve, Started, Submit, cpu_node
+from tangram.core.messages import (
+    Effect,
+    Event,
+    Finished,
+    NodeChanged,
+    NodeState,
+    Reserve,
+    Started,
+    Submit,
+    cpu_node,
+)
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvariantError
@@ -170,6 +180,13 @@ def test_gauges_are_those_of_the_scheduler() -> None:
     assert {state: series["tangram_pool_units", labels(pool="cpu@n0", state=state)] for state in states} == states
     assert series["tangram_sandboxes", labels(run="r", state="active")] == 1
     assert series["tangram_sandboxes", labels(run="r", state="frozen")] == 1
+
+
+def test_a_node_that_drains_is_told() -> None:
+    world = World()
+    for state, told in ((NodeState.DRAINING, 1.0), (NodeState.UP, 0.0)):
+        world.send(NodeChanged(node="n0", state=state))
+        assert read(world.metrics.text())[1]["tangram_node_draining", (("node", "n0"),)] == told
 
 
 def test_where_the_time_went_adds_up() -> None:

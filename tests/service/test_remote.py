@@ -22,6 +22,7 @@ from tangram.client.sync import connect_sync
 from tangram.config import DeviceConfig, ModelConfig, RunLimits
 from tangram.core.action import Status
 from tangram.errors import ActionTimedOut, InvalidAction, InvalidConfig, ManagerError
+from tangram.service import desk
 
 DEADLINE_S = 60.0
 SEARCH = Quota("search", concurrent=2)
@@ -425,6 +426,23 @@ def test_functions_of_a_module_run_in_sandboxes_with_all_that_they_use(tmp_path:
 
     play(tmp_path, test, backend="sandbox", cores=2)
     assert list((tmp_path / "state" / "owners").iterdir()) == []
+
+
+def test_a_function_that_was_not_called_for_longest_makes_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = why_not()
+    if reason:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    monkeypatch.setattr(desk, "FUNCTIONS_MAX", 2)
+
+    async def test(t: Client) -> None:
+        for _ in range(2):
+            assert await t.call(declared, 1) == 2
+            assert (await t.try_call(broken)).kind == "error"
+            assert (await t.call(reward, "a", 1))["score"] == 2
+
+    play(tmp_path, test, backend="sandbox", cores=2)
 
 
 def test_a_service_without_walls_runs_no_functions(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -256,6 +256,11 @@ def _toml(value: object) -> str:
 # ---- a service that is watched --------------------------------------------------------------------------------------
 
 
+def _way(frames: Iterable[Any]) -> str:
+    """The innermost first."""
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(list(frames)))
+
+
 async def _serve(config: Path, told: Path) -> None:
     import gc
     import tracemalloc
@@ -278,7 +283,7 @@ async def _serve(config: Path, told: Path) -> None:
             now = tracemalloc.take_snapshot()
             before = before or now
             grown = now.compare_to(before, "traceback" if frames > 1 else "lineno")
-            places = [f"{each.size_diff:+d} B {each.count_diff:+d}: {each.traceback}" for each in grown[:PLACES]]
+            places = [f"{each.size_diff:+d} B {each.count_diff:+d}: {_way(each.traceback)}" for each in grown[:PLACES]]
         found = Inside(asked=asked, tasks=len(asyncio.all_tasks()), objects=len(gc.get_objects()), places=places)
         fresh = told.with_suffix(".new")
         fresh.write_bytes(msgspec.json.encode(found))

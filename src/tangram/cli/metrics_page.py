@@ -24,7 +24,7 @@ most {SERIES_MAX} series together. [Where does the time go](../guides/where-does
 
 GROUPS = {
     "Actions": ("tangram_build", "tangram_action", "tangram_time"),
-    "Pools, runs and sandboxes": ("tangram_pool", "tangram_run", "tangram_sandboxes"),
+    "Pools, runs and sandboxes": ("tangram_pool", "tangram_node", "tangram_run", "tangram_sandboxes"),
     "The service": ("tangram_refusals", "tangram_scheduler", "tangram_http", "tangram_journal"),
     "The process": ("process_",),
 }

@@ -158,6 +158,8 @@ class RunLimits(Table, frozen=True, kw_only=True):
     """Of one file or archive that is streamed in."""
     sandboxes_max: valid.Count = 1000
     """Sandboxes that are open or wait for their memory."""
+    images_max: valid.Count = 200
+    """Images that it has and has not forgotten."""
     waiting_max: valid.Count = 20_000
     """Actions that wait."""
     requests_per_s: valid.PerSecond = 5000.0

@@ -143,6 +143,8 @@ class Desk:
         most = caller.caps.sandboxes_max or self.limits.sandboxes_max
         if isinstance(work, Open) and self._lives.boxes_by_space[caller.space] >= most:
             raise AdmissionRefused("sandboxes_max", f"this run has {most} sandboxes, which is the most; close one")
+        if isinstance(work, Commit):
+            self._images.require_room(caller.space, self.limits.images_max, work.image)
 
     def _enter(self, action: Action, work: AnyWork, *, follow: bool) -> Live:
         return self._lives.enter(action, work, Tail(self.limits.output_bytes_max) if follow else None)

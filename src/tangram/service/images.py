@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterable
 
-from tangram.errors import InvalidAction
+from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.base import Images
 from tangram.service.fault import NotFound
 from tangram.service.journal import Journal, Note
@@ -30,6 +30,12 @@ class OwnedImages:
             if note.key.startswith(NOTE) and note.value != FORGOTTEN
         }
         """What an image is in the store, by its name with that of its run before it."""
+
+    def require_room(self, space: str, most: int, name: str = "") -> None:
+        """For one image more of a run; for one of a name that it has there is room always."""
+        start = f"{space}:"
+        if name not in self.by_name and sum(each.startswith(start) for each in self.by_name) >= most:
+            raise AdmissionRefused("images_max", f"this run has {most} images, which is the most; forget one")
 
     async def alias(self, names: Names, image: str) -> str:
         """The name under which its run knows an image of the store."""

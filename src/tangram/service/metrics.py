@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from tangram.core.messages import NodeState
 from tangram.errors import InvariantError
 from tangram.service.observing.accounts import EDGES, ClassAccount, Distribution, RunAccount
 from tangram.service.observing.pools import waiting_actions
@@ -59,6 +60,7 @@ FAMILIES = (
     Family("tangram_pool_units", GAUGE, "Units of a pool: milli-cores, MiB, devices, requests, tokens.",
            ("pool", "state")),
     Family("tangram_pool_waiting_actions", GAUGE, "Actions in the queue that a pool is too short for.", ("pool",)),
+    Family("tangram_node_draining", GAUGE, "1 while a node takes no new sandboxes and actions, else 0.", ("node",)),
     Family("tangram_run_share", GAUGE, "The largest part that a run has of any kind of pool, from 0 to 1.", ("run",)),
     Family("tangram_run_weight", GAUGE, "Its weight in fair share.", ("run",)),
     Family("tangram_sandboxes", GAUGE, "Sandboxes: active while an action runs in them, else frozen.",
@@ -190,6 +192,8 @@ def _of_pools(picture: Picture) -> Iterator[Sample]:
         for state, units in states.items():
             yield "tangram_pool_units", (pool.name, state), units
         yield "tangram_pool_waiting_actions", (pool.name,), waiting[pool.name]
+    for node, node_state in picture.scheduler.ledger.nodes.items():
+        yield "tangram_node_draining", (node,), node_state is NodeState.DRAINING
 
 
 PARTS: dict[str, Callable[[ClassAccount], Distribution]] = {

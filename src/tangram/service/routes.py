@@ -244,6 +244,8 @@ class Api:
     # ---- images ----
 
     async def add_image(self, ask: Ask) -> Response:
+        self._images.require_room(ask.caller.space, self._desk.limits.images_max)
+
         async def add(file: BinaryIO) -> str:
             with tempfile.NamedTemporaryFile(suffix=".tar") as named:
                 await asyncio.to_thread(_copy, file, named)
