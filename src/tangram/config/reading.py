@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import msgspec
 
 from tangram.config.lines import Lines, Place
-from tangram.config.tables import Config, checked, kinds
+from tangram.config.tables import Config, Root, checked, kinds
 from tangram.config.valid import Valid
 from tangram.errors import InvalidConfig
 
@@ -28,13 +28,23 @@ CONFIG_BYTES_MAX = 1 << 20
 """Of a file: thousands of tables. Something else was meant by a larger one."""
 
 S = TypeVar("S", bound=msgspec.Struct)
+R = TypeVar("R", bound=Root)
 
 
 def load(path: Path) -> Config:
+    """The config of the service. Raises InvalidConfig."""
+    return load_as(Config, path)
+
+
+def parse(text: str, name: str) -> Config:
+    return parse_as(Config, text, name)
+
+
+def load_as(kind: type[R], path: Path) -> R:
     """What a file says. Its paths are relative to its folder. Raises InvalidConfig."""
-    config = parse(_text_of(path), str(path))
+    config = parse_as(kind, _text_of(path), str(path))
     folder = Path(os.path.abspath(path)).parent
-    for table, keys in Config.PATHS.items():
+    for table, keys in kind.PATHS.items():
         record = getattr(config, table)
         said = {key: getattr(record, key) for key in keys}
         absolute = {key: os.path.normpath(folder / value) for key, value in said.items() if value}
@@ -42,7 +52,7 @@ def load(path: Path) -> Config:
     return config
 
 
-def parse(text: str, name: str) -> Config:
+def parse_as(kind: type[R], text: str, name: str) -> R:
     """What a text says, its paths as they stand. `name` is what errors call it. Raises InvalidConfig."""
     try:
         tables = tomllib.loads(text)
@@ -50,7 +60,7 @@ def parse(text: str, name: str) -> Config:
         raise InvalidConfig(name, "values nested too deep", "tables and keys") from None
     except ValueError as error:
         raise _not_toml(text, name, error) from None
-    return _Reading(text, name).read(Config, tables, ())
+    return _Reading(text, name, kind).read(kind, tables, ())
 
 
 def _text_of(path: Path) -> str:
@@ -86,9 +96,10 @@ def _not_toml(text: str, name: str, error: ValueError) -> InvalidConfig:
 class _Reading:
     """One text, of which the lines are known."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, whole: type[Root]) -> None:
         self._lines = Lines(text)
         self._name = name
+        self._whole = whole
 
     def read(self, kind: type[S], table: object, place: Place) -> S:
         if not isinstance(table, dict):
@@ -138,7 +149,7 @@ class _Reading:
     def _unknown(self, kind: type[msgspec.Struct], key: str, place: Place) -> NoReturn:
         what = "key" if place else "table"
         near = difflib.get_close_matches(key, kinds(kind), n=1)
-        others = [name for name, keys in _keys_by_table().items() if key in keys]
+        others = [name for name, keys in _keys_by_table(self._whole).items() if key in keys]
         if near:
             hint = f"did you mean {near[0]}?"
         elif others:
@@ -160,5 +171,5 @@ def _head(place: Place) -> str:
     return f"[[{names}]]" if isinstance(place[-1], int) else f"[{names}]"
 
 
-def _keys_by_table() -> Mapping[str, Iterable[str]]:
-    return {name: kinds(kind) for name, kind in kinds(Config).items() if isinstance(kind, type)}
+def _keys_by_table(whole: type[Root]) -> Mapping[str, Iterable[str]]:
+    return {name: kinds(kind) for name, kind in kinds(whole).items() if isinstance(kind, type)}

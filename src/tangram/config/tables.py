@@ -74,6 +74,13 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidConfig, which names the key to be changed."""
 
 
+class Root(Table, frozen=True, kw_only=True):
+    """A whole file."""
+
+    PATHS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """By table, the keys that hold paths, which are relative to the folder of the file."""
+
+
 class ServiceConfig(Table, frozen=True, kw_only=True):
     """What `tangram serve` listens on, who may use it, and what it keeps."""
 
@@ -249,7 +256,7 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
                 raise InvalidConfig(key, getattr(self, key), "nothing: only CUDA devices have one")
 
 
-class Config(Table, frozen=True, kw_only=True):
+class Config(Root, frozen=True, kw_only=True):
     """All that `tangram serve` is told. What is not said is as here."""
 
     service: ServiceConfig = ServiceConfig()
@@ -264,7 +271,6 @@ class Config(Table, frozen=True, kw_only=True):
         "service": ("tls_certificate", "tls_key", "admin_token_file", "journal", "event_log"),
         "node": ("state",),
     }
-    """What is relative to the folder of the file."""
 
     @property
     def listen_host(self) -> str:

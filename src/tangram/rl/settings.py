@@ -13,12 +13,12 @@ record that is there is valid, however it was made.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from tangram.config import valid
-from tangram.config.tables import Table
+from tangram.config.tables import Root, Table
 from tangram.config.valid import one_of
 from tangram.errors import InvalidConfig
 
@@ -153,7 +153,7 @@ class SamplingSettings(Table, frozen=True, kw_only=True):
     keep_ids: valid.Flag = False
 
 
-class RolloutSettings(Table, frozen=True, kw_only=True):
+class RolloutSettings(Root, frozen=True, kw_only=True):
     """A rollout, whole."""
 
     run: valid.Name = "rl"
@@ -164,6 +164,8 @@ class RolloutSettings(Table, frozen=True, kw_only=True):
     engines: tuple[EngineSettings, ...] = (EngineSettings(),)
     groups: GroupSettings = GroupSettings()
     tasks: tuple[TaskSettings, ...] = ()
+
+    PATHS: ClassVar = {"policy": ("checkpoint",)}
 
     def task(self, name: str) -> TaskSettings:
         """Raises KeyError."""
