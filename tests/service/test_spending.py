@@ -288,6 +288,25 @@ def test_after_an_hour_of_nothing_a_trajectory_is_another_one() -> None:
     assert world.spent().thinking_s == IDLE_S - 10.0
 
 
+def test_a_trajectory_ends_with_its_last_sandbox_also_if_something_in_it_ends_after_that() -> None:
+    world = World(*cpu_node("n0", 4, memory_gib=1.0))
+    world.send(Reserve(sandbox="s", memory=64))
+
+    def begin(name: str, kind: str) -> None:
+        world.submit_action(Action(id=name, kind=kind, demand=Demand({CPU: cores(1)}), sandbox="s"))
+        world.started(name)
+
+    begin("open", "open")
+    world.finished("open")
+    assert len(world.picture.lives.trajectories) == 1, "it is open"
+    begin("program", "exec")
+    begin("close", "close")
+    world.finished("close")
+    assert len(world.picture.lives.trajectories) == 1, "the program has yet to be stopped"
+    world.finished("program")
+    assert len(world.picture.lives.trajectories) == 0
+
+
 def test_trajectories_in_which_nothing_is_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spending, "IDLE_MAX", 5)
     world = World(Pool(kind="api", total=1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -183,9 +184,11 @@ class _Probe:
                 raise ManagerError(f"expected to hit an action with the pointer within {HOVER_TRIES} tries")
 
     async def _find_action(self) -> tuple[float, float]:
-        x, y = await self._middle()
-        for step in range(400):
-            point = (x + 4 * (step % 100), y - 150 + 25 * (step // 100))
+        """Wherever one is: what was recorded in a minute lies further to the left the longer the page is looked at."""
+        box = await self._page.locator(PLOT).bounding_box()
+        assert box is not None
+        for row, column in itertools.product((0.5, 0.3, 0.7, 0.2, 0.8), range(1, 100)):
+            point = (box["x"] + box["width"] * column / 100, box["y"] + box["height"] * row)
             await self._page.mouse.move(*point)
             if await self._page.evaluate(f"() => Boolean(document.querySelector('{PLOT}').dataset.hovered)"):
                 return point

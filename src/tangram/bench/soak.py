@@ -19,9 +19,11 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -100,9 +102,10 @@ async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress)
         await load.fill(sizes.remembered)
         progress(0.1)
         await load.run(sizes.warm_s)
-        before = await footprint.at_idle()
+        before, descriptors = await footprint.at_idle(), footprint.descriptors()
         samples = await _sampled(service, load, sizes.seconds, progress)
         after = await footprint.at_idle()
+        more = footprint.descriptors() - descriptors
         inside = await service.inside()
     _tell(found, samples, before, after)
     done = sum(load.done.values())
@@ -111,6 +114,8 @@ async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress)
         f"Backend {backend}. Done of each kind: " + ", ".join(f"{name} {count}" for name, count in load.done.items())
     )
     found.notes += load.notes
+    if after["descriptors"] > before["descriptors"]:
+        found.notes.append("descriptors that were not there: " + ", ".join(sorted(more.elements())))
     if load.failed:
         found.notes.append(f"{len(load.failed)} of them failed, the first with: {load.failed[0]}")
     found.add("failed", float(len(load.failed)), at_most(0.0))
@@ -183,6 +188,10 @@ class Footprint:
             "sandbox_files": sum(1 for _ in (self._folder / "state").rglob("*")),
             "temporary_files": sum(1 for _ in (self._folder / "tmp").rglob("*")),
         }
+
+    def descriptors(self) -> Counter[str]:
+        """What they stand for, without the numbers that change with every one of a kind."""
+        return Counter(re.sub(r"\d+", "N", each) for each in self._service.descriptors())
 
     def _control_groups(self) -> int:
         owners = self._folder / "state" / "owners"

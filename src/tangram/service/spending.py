@@ -69,7 +69,7 @@ class Trajectory:
     """What is under way in one. The shares count, per phase, the seconds that each action in it has had since the
     trajectory began: an action remembers the count at which it came, and what it had is the difference."""
 
-    __slots__ = ("at_s", "boxes", "counts", "key", "shares", "sums")
+    __slots__ = ("at_s", "boxes", "closed", "counts", "key", "shares", "sums")
 
     def __init__(self, key: tuple[str, str] | None, sums: Sums, now: float) -> None:
         self.key = key
@@ -78,6 +78,8 @@ class Trajectory:
         self.at_s = now
         self.boxes = 0
         """Sandboxes that were opened in it and not closed."""
+        self.closed = False
+        """The last of them was closed. What was under way in it then may end later."""
         self.counts = [0, 0, 0]
         self.shares = [0.0, 0.0, 0.0]
 
@@ -137,11 +139,13 @@ class Trajectories:
         """One of its actions, of this kind, has settled."""
         if kind == "open":
             trajectory.boxes += succeeded
+            trajectory.closed = trajectory.closed and not succeeded
         elif kind == "close":
             trajectory.boxes -= 1
+            trajectory.closed = trajectory.boxes <= 0
         if trajectory.key is None or any(trajectory.counts):
             return
-        if kind == "close" and trajectory.boxes <= 0:
+        if trajectory.closed:
             del self._by_key[trajectory.key]
             return
         self._idle[trajectory.key] = trajectory
