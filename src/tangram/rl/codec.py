@@ -46,7 +46,7 @@ class Words:
             if not word or word.split() != [word]:
                 raise InvalidConfig("words", word, "words without spaces")
         self.size = len(self.words)
-        self.stop = (self._id_by_word[self.END],)
+        self.stop: tuple[int, ...] = (self._id_by_word[self.END],)
 
     def observation(self, text: str, *, first: bool) -> tuple[int, ...]:
         return (*self._ids(text), self._id_by_word[self.ACT])

@@ -8,6 +8,7 @@ record that is there is valid, however it was made.
     ├── sampling      [sampling]    how its tokens are drawn
     ├── engines       [[engines]]   what writes them, by class of hardware
     ├── groups        [groups]      members, redundancy, and what becomes of a group that loses members
+    ├── outside       [outside]     where actions run
     └── tasks         [[tasks]]     what is played: environment, limits, affinity and reward of each
 """
 
@@ -25,6 +26,8 @@ from tangram.errors import InvalidConfig
 RewardKind = Literal["environment", "function", "command", "model"]
 LossRule = Literal["refill", "close", "drop"]
 EngineKind = Literal["process", "openai"]
+Dialect = Literal["vllm", "sglang", "plain"]
+Backend = Literal["sandbox", "process", "docker"]
 
 
 class EngineSettings(Table, frozen=True, kw_only=True):
@@ -38,7 +41,13 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     kind: Annotated[EngineKind, one_of(EngineKind)] = "process"
     """Our own in a process of its own, or a server that speaks the OpenAI API."""
     url: valid.Text = ""
-    """Of a server."""
+    """Of a server; `{number}` in it becomes the number of each of several."""
+    dialect: Annotated[Dialect, one_of(Dialect)] = "vllm"
+    """Of a server: how it is told to take weights and to stop, if it can be told."""
+    model: valid.Text = ""
+    """Of a server: the model to ask for; the first that it has, if it is not said."""
+    key_variable: valid.Text = ""
+    """Of a server: the environment variable that holds its key."""
     slots: valid.Count = 16
     """Requests that are served at once."""
     context_max: valid.Count = 256
@@ -153,6 +162,20 @@ class SamplingSettings(Table, frozen=True, kw_only=True):
     keep_ids: valid.Flag = False
 
 
+class OutsideSettings(Table, frozen=True, kw_only=True):
+    """Where actions run. Nothing is started if no task acts outside."""
+
+    url: valid.Text = ""
+    """Of a shared service, with TANGRAM_TOKEN as the token; empty: inside this process."""
+    backend: Annotated[Backend, one_of(Backend)] = "sandbox"
+    """Inside this process: how commands run."""
+    cores: valid.MaybeCores = None
+    memory: valid.MaybeSize = None
+    """Inside this process: what all sandboxes may use together; all of the machine, if it is not said."""
+    warm: valid.CountOr0 = 4
+    """Inside this process: sandboxes that are made ahead."""
+
+
 class RolloutSettings(Root, frozen=True, kw_only=True):
     """A rollout, whole."""
 
@@ -163,6 +186,7 @@ class RolloutSettings(Root, frozen=True, kw_only=True):
     sampling: SamplingSettings = SamplingSettings()
     engines: tuple[EngineSettings, ...] = (EngineSettings(),)
     groups: GroupSettings = GroupSettings()
+    outside: OutsideSettings = OutsideSettings()
     tasks: tuple[TaskSettings, ...] = ()
 
     PATHS: ClassVar = {"policy": ("checkpoint",)}

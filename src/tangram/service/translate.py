@@ -124,7 +124,7 @@ def translated(asked: Submission, caller: Caller, names: Names, rules: Rules) ->
         demand=_demand(asked, work, caller, rules),
         run=_run(asked, caller),
         task=asked.task,
-        trajectory=asked.trajectory,
+        trajectory=asked.trajectory or asked.sandbox,  # as the client names it
         sandbox=names.inner("sandbox", asked.sandbox) if asked.sandbox else "",
         kind=asked.kind or kinds[0],
         key=asked.key,

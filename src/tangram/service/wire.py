@@ -52,6 +52,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Empty: that of the token. Whoever may act for all runs says which one."""
     task: Text = ""
     trajectory: Text = ""
+    """Whose time it is; its sandbox, if it is not said."""
     sandbox: MaybeName = ""
     kind: Text = ""
     """Empty: that of its work. `server`: a program that stays up."""

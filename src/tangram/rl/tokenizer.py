@@ -1,0 +1,70 @@
+"""The codec of a Hugging Face tokenizer, for policies that read and write text.
+
+Owns how observations are put into the form that a model was taught: its chat template, if it has one. An observation
+becomes the message of a user, followed by the marks after which the model answers; what the model writes is kept as it
+is, and the next observation begins with what the template puts after an answer. Nothing that was written is tokenised
+again, so the template is only ever asked for what stands between two answers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tangram.errors import InvalidConfig
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for an answer where a template is asked what follows one. No template puts it there itself."""
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in FILES)
+
+
+class TextCodec:
+    """Of a folder with a tokenizer. Raises InvalidConfig."""
+
+    def __init__(self, folder: Path | str) -> None:
+        if importlib.util.find_spec("transformers") is None:
+            raise InvalidConfig(
+                "checkpoint", str(folder), "transformers to read its tokenizer (pip install transformers)"
+            )
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise InvalidConfig("checkpoint", str(folder), f"a folder with a tokenizer ({error})") from error
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise InvalidConfig("checkpoint", str(folder), "a tokenizer that has a token for the end (eos_token)")
+        self.size = len(self._tokenizer)
+        self.stop: tuple[int, ...] = (int(end),)
+        self._chats = bool(self._tokenizer.chat_template)
+
+    def observation(self, text: str, *, first: bool) -> tuple[int, ...]:
+        return self._ids(self._rendered(text, first=first), marks=first and not self._chats)
+
+    def action(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([token for token in tokens if token not in self.stop]))
+
+    def written(self, text: str) -> tuple[int, ...]:
+        return (*self._ids(text, marks=False), *self.stop)
+
+    def _rendered(self, text: str, *, first: bool) -> str:
+        if not self._chats:
+            return f"{text}\n" if first else f"\n{text}\n"
+        message = {"role": "user", "content": text}
+        if first:
+            return self._template([message])
+        whole = self._template([{"role": "user", "content": ""}, {"role": "assistant", "content": MARK}, message])
+        return whole.split(MARK, 1)[1].removeprefix(self._tokenizer.eos_token)
+
+    def _template(self, messages: list[dict[str, str]]) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _ids(self, text: str, *, marks: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=marks))
