@@ -105,7 +105,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     folder: str
-    """As rl/weights.py publishes them."""
+    """As rl/nn/weights.py publishes them."""
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
