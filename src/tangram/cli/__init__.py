@@ -19,6 +19,7 @@ from tangram.cli import (
     doctor,
     plan,
     pool,
+    rl,
     run,
     serve,
     sim,
@@ -107,6 +108,7 @@ app.command("sim", epilog=sim.EXAMPLES)(sim.sim)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
+app.add_typer(rl.app, name="rl")
 app.command("run", epilog=run.EXAMPLES, context_settings=run.CONTEXT)(run.run)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("status", epilog=status.EXAMPLES)(status.status)

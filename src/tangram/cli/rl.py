@@ -1,0 +1,337 @@
+"""`tangram rl`: look into the log of a rollout, see where its time went, and play it again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tangram.cli import options, show
+from tangram.cli.options import Json
+from tangram.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from tangram.rl.records import Trajectory
+    from tangram.rl.replay import Replayed
+    from tangram.rl.settings import TaskSettings
+    from tangram.rl.timeline import Timeline
+    from tangram.rl.trajectory_log import Reading
+
+app = typer.Typer(help="Look into the log of a rollout, and play it again.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A log of trajectories; it may still be growing.")]
+TaskName = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only trajectories of this task.")]
+
+LIMIT = 50
+"""Rows of a table: a screen or two."""
+TOGETHER = 8
+"""Episodes that are replayed at once: enough to hide the waits of an environment, few enough for a laptop."""
+SORTS = ("began", "ended", "time", "reward", "turns", "tokens", "waiting", "id")
+SHOW = """[bold]Examples[/bold]
+
+tangram rl show rollout.jsonl
+
+tangram rl show rollout.jsonl --task frozenlake --ending truncated --sort -tokens --limit 10
+
+tangram rl show rollout.jsonl frozenlake/3/0.0  [dim]# the whole trajectory, token by token[/dim]
+"""
+
+
+@app.command("show", epilog=SHOW)
+def show_log(
+    file: File,
+    trajectory: Annotated[
+        str | None, typer.Argument(metavar="ID", help="A trajectory, such as frozenlake/3/0.0: show all of it.")
+    ] = None,
+    task: TaskName = None,
+    ending: Annotated[
+        str | None,
+        typer.Option(
+            "--ending",
+            metavar="NAME",
+            help="Only these: finished, truncated, stale, cancelled, env_failed or reward_failed.",
+        ),
+    ] = None,
+    group: Annotated[
+        str | None, typer.Option("--group", metavar="ID", help="Only those of this group, such as frozenlake/3.")
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option("--sort", metavar="KEY", help=f"By {', '.join(SORTS)}; with a - before it, the largest first."),
+    ] = "began",
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most so many rows.")] = LIMIT,
+    as_json: Json = False,
+) -> None:
+    """Show the trajectories of a rollout: how each ended, its reward, its turns, tokens and time."""
+    from tangram.cli import rl_screen
+    from tangram.rl.trajectory_log import read
+
+    reading = read(file)
+    if trajectory is not None:
+        (found,) = _chosen(reading, [trajectory])
+        if as_json:
+            rl_screen.as_json(found)
+        else:
+            rl_screen.print_trajectory(found, reading.header.words)
+        return
+    listing = rl_screen.Listing(task=task, ending=_ending(ending), group=group)
+    for record in reading:
+        listing.take(record)
+    _tell_torn(reading)
+    _require_match("task", task, listing.tasks, file)
+    _require_match("group", group, listing.groups, file)
+    rows = _sorted(listing.rows, sort)[: _limit(limit)]
+    if as_json:
+        rl_screen.as_json({"trajectories": rows, "summary": listing.summary()})
+    else:
+        rl_screen.print_listing(file, reading.header, listing, rows)
+
+
+def _ending(name: str | None) -> str | None:
+    from tangram.rl.records import Ending
+
+    if name is not None and name not in list(Ending):
+        raise InvalidConfig("ending", name, f"one of {', '.join(Ending)}")
+    return name
+
+
+def _limit(limit: int) -> int:
+    if limit < 1:
+        raise InvalidConfig("limit", limit, "at least 1")
+    return limit
+
+
+def _sorted(rows: list[Any], key: str) -> list[Any]:
+    name, largest_first = key.removeprefix("-"), key.startswith("-")
+    if name not in SORTS:
+        raise InvalidConfig("sort", key, f"one of {', '.join(SORTS)}; with a - before it, the largest first")
+    field = {"began": "began_s", "ended": "ended_s", "time": "time_s", "waiting": "waiting_s"}.get(name, name)
+    known = [row for row in rows if getattr(row, field) is not None]
+    unknown = [row for row in rows if getattr(row, field) is None]
+    return sorted(known, key=lambda row: getattr(row, field), reverse=largest_first) + unknown
+
+
+def _require_match(option: str, wanted: str | None, there: list[str], file: Path) -> None:
+    if wanted is not None and wanted not in there:
+        raise InvalidConfig(option, wanted, f"a {option} in {file}{_nearest(wanted, there)}")
+
+
+def _nearest(wanted: str, names: list[str]) -> str:
+    import difflib
+
+    from tangram.rl.printable import cut
+
+    begun = [name for name in names if name.startswith(wanted)][:3]
+    near = begun or difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
+    return f", such as {', '.join(cut(each, 80) for each in near)}" if near else ", which holds none"
+
+
+def _chosen(reading: Reading, ids: list[str]) -> list[Trajectory]:
+    """These trajectories, in the order of the log."""
+    from tangram.rl.records import Trajectory
+
+    wanted = set(ids)
+    names: list[str] = []
+    found: dict[str, Trajectory] = {}
+    for record in reading:
+        if isinstance(record, Trajectory):
+            names.append(record.id)
+            if record.id in wanted:
+                found[record.id] = record
+    _tell_torn(reading)
+    for each in ids:
+        if each not in found:
+            raise InvalidConfig("trajectory", each, f"the id of one in {reading.path}{_nearest(each, names)}")
+    return list(found.values())
+
+
+def _tell_torn(reading: Reading) -> None:
+    if reading.torn:
+        typer.echo(f"tangram: {reading.torn}", err=True)
+
+
+# ---- timeline -------------------------------------------------------------------------------------------------
+
+TIMELINE = """[bold]Examples[/bold]
+
+tangram rl timeline rollout.jsonl
+
+tangram rl timeline rollout.jsonl --html timeline.html  [dim]# every trajectory over time, to zoom into[/dim]
+"""
+
+
+@app.command("timeline", epilog=TIMELINE)
+def timeline(
+    file: File,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="OUT", help="Write a page to open in a browser, all in one file."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show when each stage was busy, why it stood idle when it did, and where the time of each task went.
+
+    The causes of idle time and the busy time add up to the whole exactly, and so do the parts of a task.
+    """
+    from tangram.cli import rl_screen
+
+    if html is not None:
+        options.output_files(html=html)
+    found = _timeline(file)
+    if html is not None:
+        from tangram.rl.timeline_page import write_timeline
+
+        again = shlex.join(["tangram", "rl", "timeline", str(file), "--html", str(html)])
+        write_timeline(html, found, file.name, again)
+    if as_json:
+        rl_screen.as_json(rl_screen.plain_timeline(found))
+        return
+    rl_screen.print_timeline(file, found)
+    if html is not None:
+        show.where_to_look(html)
+
+
+def _timeline(file: Path) -> Timeline:
+    from tangram.rl.records import Trajectory
+    from tangram.rl.timeline import buffered, timeline
+    from tangram.rl.trajectory_log import GroupClosing, read
+
+    reading = read(file)
+    trajectories: dict[str, Trajectory] = {}
+    ended_s = 0.0
+    for record in reading:
+        if isinstance(record, Trajectory):
+            trajectories[record.id] = record
+        elif isinstance(record, GroupClosing):
+            ended_s = max(ended_s, record.at_s)
+            for each in record.members:
+                if each in trajectories:
+                    trajectories[each] = buffered(trajectories[each], record.at_s)
+    _tell_torn(reading)
+    return timeline(trajectories.values(), ended_s)
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------
+
+REPLAY = """[bold]Examples[/bold]
+
+tangram rl replay rollout.jsonl
+
+tangram rl replay rollout.jsonl frozenlake/3/0.0 frozenlake/3/1.0
+
+tangram rl replay rollout.jsonl --task codefix --backend sandbox  [dim]# its commands run in sandboxes[/dim]
+"""
+
+
+@app.command("replay", epilog=REPLAY)
+def replay(
+    file: File,
+    trajectories: Annotated[
+        list[str] | None, typer.Argument(metavar="ID...", help="These alone. Without: all.")
+    ] = None,
+    task: TaskName = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help="Where the commands of environments run: sandbox, docker, or process, which isolates nothing.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Play environments again with the recorded actions and seeds, and compare what they say; no model is needed.
+
+    Observations, how it ended and the reward are compared; a reward that a command, a function or a model gave needs
+    --backend, as do environments that run commands. Ends with 1 if something differs or cannot be played. The
+    environments that the log names are imported and run: replay only logs that you trust.
+    """
+    import asyncio
+
+    from tangram.cli import rl_screen
+    from tangram.rl.trajectory_log import read
+
+    reading = read(file)
+    chosen = _chosen(reading, trajectories) if trajectories else reading.trajectories()
+    if not trajectories:
+        _tell_torn(reading)
+    _require_match("task", task, [each.task for each in chosen], file)
+    chosen = [each for each in chosen if task is None or each.task == task]
+    if backend == "sandbox" and os.geteuid() != 0:
+        raise InvalidConfig("backend", backend, "root, for sandboxes; or process, which isolates nothing")
+    found = asyncio.run(_replayed(chosen, _settings(chosen, reading), backend))
+    if as_json:
+        rl_screen.as_json([_plain(each) for each in found])
+    else:
+        rl_screen.print_replays(found)
+    if not all(each.same for each in found):
+        raise typer.Exit(1)
+
+
+def _plain(replayed: Replayed) -> dict[str, Any]:
+    import msgspec
+
+    return {"same": replayed.same, **msgspec.structs.asdict(replayed)}
+
+
+def _settings(trajectories: list[Trajectory], reading: Reading) -> dict[str, TaskSettings]:
+    from tangram.rl.replay import settings_of
+
+    return {each.task: settings_of(each, reading.header.settings) for each in trajectories}
+
+
+async def _replayed(
+    trajectories: list[Trajectory], settings: dict[str, TaskSettings], backend: str | None
+) -> list[Replayed]:
+    """Each, in their order."""
+    import asyncio
+    from contextlib import AsyncExitStack
+
+    from tangram.client.client import connect
+    from tangram.rl.replay import needs_of, prepared, task_of
+    from tangram.rl.replay import replay as replay_one
+
+    makers = {name: task_of(each) for name, each in settings.items()}
+    places = asyncio.Semaphore(TOGETHER)
+    done: list[Replayed] = []
+    with show.progress("replaying", "trajectories") as tell:
+        async with AsyncExitStack() as stack:
+            client = None
+            if backend is not None:
+                needs = await needs_of(dict.fromkeys(makers.values()))
+                client = await stack.enter_async_context(connect(backend=backend, **needs))
+
+            async def one(trajectory: Trajectory) -> Replayed:
+                async with places:
+                    its = trajectory.task
+                    found = await replay_one(trajectory, settings[its], task=makers[its], client=client)
+                done.append(found)
+                if tell is not None:
+                    tell(len(done), len(trajectories))
+                return found
+
+            with _one_error(backend):
+                await stack.enter_async_context(prepared(dict.fromkeys(makers.values()), client))
+                async with asyncio.TaskGroup() as group:
+                    playing = [group.create_task(one(each)) for each in trajectories]
+    return [each.result() for each in playing]
+
+
+@contextmanager
+def _one_error(backend: str | None) -> Iterator[None]:
+    """The first of several; and where a client is missing, what to give."""
+    try:
+        try:
+            yield
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+    except InvalidConfig as error:
+        if backend is not None or error.field != "client":
+            raise
+        expected = f"sandbox, docker or process, with --backend: {error.expected}"
+        raise InvalidConfig("backend", None, expected) from None

@@ -1,0 +1,443 @@
+"""What `tangram rl` prints: trajectories, one of them in full, a timeline in a terminal, and replays.
+
+Owns the look. What environments, models and engines wrote is shown as text, whatever is in it, and cut where it is
+long; `--json` has all of it, in characters that no terminal obeys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from tangram.cli import show
+from tangram.cli.screen import put, seconds
+from tangram.rl.printable import cut, lines, plain
+from tangram.rl.records import Stage, Trajectory, Turn
+from tangram.rl.timeline import Activity, Doing, StageTime, Timeline, in_words
+from tangram.rl.timeline import seconds as seconds_of
+from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Header, Record
+from tangram.sim.words import several
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tangram.rl.replay import Replayed
+
+NAME_WIDTH, CAUSE_WIDTH, LINE_WIDTH = 60, 70, 160
+LINES_MAX = 40
+"""Of one observation or action."""
+TOKENS_MAX = 64
+"""Of one turn."""
+GAPS_MAX = 8
+CAUSES_MAX = 4
+SHARE_MIN = 0.0005
+"""What would be shown as 0.0 % is not."""
+DIFFERENCES_MAX = 20
+BINS = 96
+"""Characters of a stage over time."""
+LEVELS = " ▁▂▃▄▅▆▇█"
+LEVELS_ASCII = " .:-=+*%#"
+LETTERS = {"environment": "e", "engine": "g", "reward": "r", "buffer": "b", "rollout": "-", "run": "."}
+"""By party; what is waited for by name is `w`."""
+
+
+def as_json(value: Any) -> None:
+    """Only ASCII: a text may hold lone surrogates, and characters that steer terminals. What is no number is null."""
+    typer.echo(json.dumps(_finite(msgspec.to_builtins(value)), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case float() if not math.isfinite(value):
+            return None
+        case str() if "\x7f" in value:
+            return value.replace("\x7f", "\ufffd")
+    return value
+
+
+# ---- all trajectories -------------------------------------------------------------------------------------------
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory in a table."""
+
+    id: str
+    task: str
+    group: str
+    ending: str
+    cause: str
+    reward: float | None
+    turns: int
+    tokens: int
+    """That the policy wrote."""
+    versions: tuple[int, int] | None
+    """The first and the last."""
+    began_s: float
+    ended_s: float
+    time_s: float
+    waiting_s: float
+
+    @staticmethod
+    def of(trajectory: Trajectory) -> Row:
+        versions = trajectory.versions
+        return Row(
+            id=trajectory.id,
+            task=trajectory.task,
+            group=trajectory.group,
+            ending=trajectory.ending.value,
+            cause=trajectory.cause,
+            reward=trajectory.reward,
+            turns=len(trajectory.turns),
+            tokens=len(versions),
+            versions=(min(versions), max(versions)) if versions else None,
+            began_s=trajectory.began_s,
+            ended_s=trajectory.ended_s,
+            time_s=trajectory.ended_s - trajectory.began_s,
+            waiting_s=sum(span.waiting_s for span in trajectory.spans),
+        )
+
+
+class Listing:
+    """Gathers rows, and what is said of all."""
+
+    def __init__(self, *, task: str | None, ending: str | None, group: str | None) -> None:
+        self._task, self._ending, self._group = task, ending, group
+        self.rows: list[Row] = []
+        self._tasks: dict[str, None] = {}
+        self._groups: dict[str, None] = {}
+        self.closed = self.whole = self.dropped = self.events = 0
+
+    def take(self, record: Record) -> None:
+        if isinstance(record, Trajectory):
+            self._tasks[record.task] = self._groups[record.group] = None
+            wanted = ((self._task, record.task), (self._ending, record.ending.value), (self._group, record.group))
+            if all(name is None or name == its for name, its in wanted):
+                self.rows.append(Row.of(record))
+        elif isinstance(record, GroupClosing):
+            self.closed += 1
+            self.whole += len(record.members) == record.wanted
+            self.dropped += not record.members
+        else:
+            self.events += isinstance(record, EngineEvent)
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(self._tasks)
+
+    @property
+    def groups(self) -> list[str]:
+        return list(self._groups)
+
+    def summary(self) -> dict[str, Any]:
+        """Of the rows: by task."""
+        tasks = {}
+        for name in self._tasks:
+            own = [row for row in self.rows if row.task == name]
+            rewards = [row.reward for row in own if row.reward is not None]
+            if own:
+                tasks[name] = {
+                    "trajectories": len(own),
+                    "endings": dict(Counter(row.ending for row in own)),
+                    "reward": sum(rewards) / len(rewards) if rewards else None,
+                    "tokens": sum(row.tokens for row in own),
+                }
+        groups = {"closed": self.closed, "whole": self.whole, "dropped": self.dropped}
+        return {"tasks": tasks, "groups": groups, "engine_events": self.events}
+
+
+def print_listing(file: Path, header: Header, listing: Listing, rows: Sequence[Row]) -> None:
+    console = show.console()
+    if not listing.rows:
+        put(console, f"{plain(file.name)}: no trajectory" + (" that matches" if listing.tasks else " yet"))
+        return
+    table = show.table(f"{plain(file.name)}: {_of(len(rows), len(listing.rows))}")
+    table.add_column("trajectory", no_wrap=True)
+    table.add_column("ending", no_wrap=True)
+    for head in ("reward", "turns", "tokens", "versions", "began", "time", "waiting"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("cause", overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        numbers = (number(row.reward), f"{row.turns:,}", f"{row.tokens:,}", _versions(row.versions))
+        times = (seconds(row.began_s), seconds(row.time_s), seconds(row.waiting_s))
+        table.add_row(cut(row.id, NAME_WIDTH), row.ending, *numbers, *times, cut(row.cause, CAUSE_WIDTH))
+    put(console, table)
+    for name, told in listing.summary()["tasks"].items():
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in told["endings"].items())
+        mean = number(told["reward"])
+        put(console, f"{cut(name, NAME_WIDTH)}: {endings}; mean reward {mean}; {told['tokens']:,} tokens written")
+    if listing.closed:
+        put(console, f"groups: {listing.closed:,} closed, {listing.whole:,} of them whole, {listing.dropped:,} dropped")
+    if header.note:
+        put(console, f"note: {cut(header.note, LINE_WIDTH)}")
+
+
+def _of(shown: int, count: int) -> str:
+    counted = several(count, "trajectory", "trajectories")
+    return counted if shown == count else f"{shown:,} of {counted}; --limit shows more"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _versions(found: tuple[int, int] | None) -> str:
+    if found is None:
+        return "-"
+    return str(found[0]) if found[0] == found[1] else f"{found[0]} to {found[1]}"
+
+
+# ---- one trajectory ---------------------------------------------------------------------------------------------
+
+
+def print_trajectory(trajectory: Trajectory, words: Sequence[str]) -> None:
+    console = show.console()
+    row = Row.of(trajectory)
+    cause = f": {cut(trajectory.cause, LINE_WIDTH)}" if trajectory.cause else ""
+    put(console, f"{plain(trajectory.id)}  {trajectory.ending}{cause}")
+    put(
+        console,
+        f"reward {number(trajectory.reward)}, {several(row.turns, 'turn')}, {row.tokens:,} tokens written, versions"
+        f" {_versions(row.versions)}, seed {trajectory.seed}, from {trajectory.began_s:.3f} s to"
+        f" {trajectory.ended_s:.3f} s",
+    )
+    if trajectory.metrics:
+        named = (f"{cut(name, NAME_WIDTH)} {number(value)}" for name, value in trajectory.metrics.items())
+        put(console, f"metrics: {', '.join(named)}")
+    for place, turn in enumerate(trajectory.turns):
+        _print_turn(console, place, turn, words)
+    if trajectory.observation:
+        put(console, "\nlast observation")
+        _print_text(console, trajectory.observation, "  < ")
+    _print_spans(console, trajectory)
+
+
+def _print_turn(console: Console, place: int, turn: Turn, words: Sequence[str]) -> None:
+    engine = f" by {cut(turn.engine, NAME_WIDTH)}" if turn.engine else ""
+    read = f"{len(turn.observation_tokens):,} tokens read ({turn.prefilled:,} by the engine, {seconds(turn.prefill_s)})"
+    written = f"{len(turn.tokens):,} written{engine} ({seconds(turn.decode_s)})"
+    put(console, f"\nturn {place}: {read}, {written}" + (", cut at its limit" if turn.cut else ""))
+    _print_text(console, turn.observation, "  < ")
+    _print_text(console, turn.action, "  > ")
+    shown = turn.tokens[:TOKENS_MAX]
+    if not shown:
+        return
+    from rich.padding import Padding
+
+    table = show.table("")
+    table.title = None
+    for head in ("token", "text", "log-prob", "prob", "version", *(["among"] if turn.kept is not None else [])):
+        table.add_column(head, justify="left" if head == "text" else "right", no_wrap=True)
+    for at, token in enumerate(shown):
+        logprob = turn.logprobs[at]
+        kept = [f"{len(turn.kept[at]):,}"] if turn.kept is not None else []
+        probability = f"{math.exp(min(0.0, logprob)):.3f}"
+        version = str(turn.versions[at])
+        table.add_row(str(token), _word(token, words), f"{logprob:.4f}", probability, version, *kept)
+    put(console, Padding(table, (0, 0, 0, 4)))
+    if len(turn.tokens) > len(shown):
+        put(console, f"    and {len(turn.tokens) - len(shown):,} tokens more; --json has all")
+
+
+def _word(token: int, words: Sequence[str]) -> str:
+    return cut(words[token], NAME_WIDTH) if 0 <= token < len(words) else ""
+
+
+def _print_text(console: Console, text: str, mark: str) -> None:
+    for line in lines(text, LINES_MAX, LINE_WIDTH):
+        put(console, f"{mark}{line}")
+
+
+def _print_spans(console: Console, trajectory: Trajectory) -> None:
+    if not trajectory.spans:
+        return
+    table = show.table("spans")
+    for head in ("stage", "began", "took", "waiting", "waited for", "try", "failed"):
+        table.add_column(head, justify="right" if head in ("began", "took", "waiting", "try") else "left")
+    for span in trajectory.spans:
+        times = (f"{span.began_s:.3f} s", seconds(span.ended_s - span.began_s), seconds(span.waiting_s))
+        waited = cut(span.waited_for, NAME_WIDTH) if span.waiting_s else ""
+        table.add_row(span.stage.value, *times, waited, str(span.attempt + 1), cut(span.failed, CAUSE_WIDTH))
+    put(console, table)
+
+
+# ---- the timeline -----------------------------------------------------------------------------------------------
+
+
+def plain_timeline(found: Timeline) -> dict[str, Any]:
+    return {
+        "total_s": seconds_of(found.total),
+        "trajectories": len(found.lanes),
+        "stages": {stage.value: _plain_stage(each) for stage, each in found.stages.items()},
+        "tasks": {
+            each.task: {
+                "trajectories": each.trajectories,
+                "total_s": seconds_of(each.total),
+                "parts_s": _plain_parts(each.parts),
+                "shares": each.shares(),
+            }
+            for each in found.tasks
+        },
+    }
+
+
+def _plain_stage(each: StageTime) -> dict[str, Any]:
+    return {
+        "busy_s": seconds_of(each.busy),
+        "busy_share": each.busy_share,
+        "working_s": seconds_of(each.working),
+        "waiting_s": seconds_of(each.waiting),
+        "idle_s": _plain_parts(each.idle),
+        "idle_by_party_s": _plain_parties(each.idle),
+        "gaps": [
+            {"began_s": seconds_of(gap.began), "ended_s": seconds_of(gap.ended), "causes_s": _plain_parts(gap.causes)}
+            for gap in each.gaps
+        ],
+    }
+
+
+def _plain_parts(parts: Mapping[Activity, int]) -> dict[str, float]:
+    return {words: seconds_of(part) for words, part in in_words(parts).items()}
+
+
+def _plain_parties(parts: Mapping[Activity, int]) -> dict[str, float]:
+    found: Counter[str] = Counter()
+    for activity, part in parts.items():
+        found[activity.party] += part
+    return {party: seconds_of(part) for party, part in found.items()}
+
+
+def print_timeline(file: Path, found: Timeline) -> None:
+    from tangram.rl.timeline_page import headline
+
+    console = show.console()
+    put(console, f"{plain(file.name)}: {_of(len(found.lanes), len(found.lanes))} in {seconds(seconds_of(found.total))}")
+    if not found.total:
+        return
+    put(console, headline(found.stages[Stage.GENERATE]))
+    _print_stages(console, found)
+    _print_gaps(console, found)
+    table = show.table("where the time of trajectories went")
+    table.add_column("task", no_wrap=True)
+    table.add_column("trajectories", justify="right")
+    table.add_column("time in all", justify="right")
+    table.add_column("shares")
+    for each in found.tasks:
+        time = seconds(seconds_of(each.total))
+        table.add_row(cut(each.task, NAME_WIDTH), f"{each.trajectories:,}", time, shares(each.parts, each.total, 12))
+    put(console, table)
+
+
+def _print_stages(console: Console, found: Timeline) -> None:
+    fancy = console.encoding.lower().startswith("utf")
+    wide = max(20, min(BINS, console.width - 24))
+    rows = {stage: _occupied(each, wide) for stage, each in found.stages.items()}
+    put(console, f"\n{'':10}0 s{seconds(seconds_of(found.total)):>{wide - 3}}")
+    for stage, each in found.stages.items():
+        levels = LEVELS if fancy else LEVELS_ASCII
+        bar = "".join(levels[math.ceil(share * (len(levels) - 1))] for share in rows[stage])
+        put(console, f"{stage.value:<10}{bar}  {each.busy_share:4.0%} busy")
+    causes = _causes(found.stages[Stage.GENERATE], wide)
+    put(console, f"{'':10}{causes}")
+    said = "e environment, g engine, r reward, b buffer, w waiting for what is short, - between stages, . start or end"
+    put(console, f"the last row is why no engine was writing: {said}")
+    table = show.table("why each stage stood idle, in shares of the whole time")
+    for head in ("stage", "busy", "idle", "because of"):
+        table.add_column(head, justify="right" if head in ("busy", "idle") else "left")
+    for stage, each in found.stages.items():
+        idle = 1.0 - each.busy_share
+        table.add_row(stage.value, f"{each.busy_share:.1%}", f"{idle:.1%}", shares(each.idle, each.total, CAUSES_MAX))
+    put(console, table)
+
+
+def _print_gaps(console: Console, found: Timeline) -> None:
+    gaps = found.stages[Stage.GENERATE].gaps
+    if not gaps:
+        return
+    table = show.table(f"the longest of {len(gaps):,} gaps in which no engine was writing")
+    for head in ("since", "length", "because of", "longest under way"):
+        table.add_column(head, justify="right" if head in ("since", "length") else "left")
+    for gap in sorted(gaps, key=lambda gap: (-gap.length, gap.began))[:GAPS_MAX]:
+        who = ", ".join(cut(name, NAME_WIDTH) for name, _, _ in found.explainers(gap))
+        times = (f"{seconds_of(gap.began):.3f} s", seconds(seconds_of(gap.length)))
+        table.add_row(*times, shares(gap.causes, gap.length, CAUSES_MAX), who or "-")
+    put(console, table)
+
+
+def shares(parts: Mapping[Activity, int], whole: int, most: int) -> str:
+    """The largest in words, the rest together."""
+    if not whole:
+        return "-"
+    named = [(cause, part) for cause, part in list(in_words(parts).items())[:most] if part / whole >= SHARE_MIN]
+    rest = sum(parts.values()) - sum(part for _, part in named)
+    told = [f"{cut(cause, NAME_WIDTH)} {part / whole:.1%}" for cause, part in named]
+    return ", ".join([*told, *([f"others {rest / whole:.1%}"] if rest / whole >= SHARE_MIN else [])]) or "-"
+
+
+def _occupied(stage: StageTime, wide: int) -> list[float]:
+    """Of each of so many equal stretches, the share in which the stage was busy."""
+    idle, whole = [0] * wide, [0] * wide
+    for place, part in _spread(0, stage.total, stage.total, wide):
+        whole[place] = part
+    for gap in stage.gaps:
+        for place, part in _spread(gap.began, gap.ended, stage.total, wide):
+            idle[place] += part
+    return [1.0 - part / of if of else 0.0 for part, of in zip(idle, whole, strict=True)]
+
+
+def _causes(stage: StageTime, wide: int) -> str:
+    """Of each stretch that is mostly idle, the letter of what explains most of it."""
+    letters: list[Counter[str]] = [Counter() for _ in range(wide)]
+    for since, until, main in stage.mains:
+        for place, part in _spread(since, until, stage.total, wide):
+            letters[place][_letter(main)] += part
+    half = stage.total / wide / 2
+    return "".join(max(each, key=lambda letter: each[letter]) if each.total() > half else " " for each in letters)
+
+
+def _letter(activity: Activity) -> str:
+    return "w" if activity.doing is Doing.WAITING else LETTERS[activity.party]
+
+
+def _spread(began: int, ended: int, total: int, wide: int) -> Iterable[tuple[int, int]]:
+    """(place, how much of it lies there) of a stretch among equal ones."""
+    for place in range(began * wide // total, min(wide, -(-ended * wide // total))):
+        low, high = place * total // wide, (place + 1) * total // wide
+        yield place, max(0, min(ended, high) - max(began, low))
+
+
+# ---- replays ----------------------------------------------------------------------------------------------------
+
+
+def print_replays(found: Sequence[Replayed]) -> None:
+    console = show.console()
+    turns = sum(each.turns for each in found)
+    same = sum(each.same for each in found)
+    if same == len(found):
+        put(console, f"the same: {_of(same, same)} with {turns:,} actions")
+    else:
+        put(console, f"different: {len(found) - same:,} of {_of(len(found), len(found))}")
+    shown = 0
+    for each in found:
+        for difference in each.differences:
+            if (shown := shown + 1) > DIFFERENCES_MAX:
+                continue
+            put(console, f"{cut(each.id, NAME_WIDTH)}, turn {difference.turn}: another {difference.what}")
+            put(console, f"  recorded  {cut(difference.recorded, LINE_WIDTH) or 'nothing'}")
+            put(console, f"  replayed  {cut(difference.replayed, LINE_WIDTH) or 'nothing'}")
+        if each.failed:
+            put(console, f"{cut(each.id, NAME_WIDTH)}: could not be played: {cut(each.failed, LINE_WIDTH)}")
+    if shown > DIFFERENCES_MAX:
+        put(console, f"and {shown - DIFFERENCES_MAX:,} differences more; --json has all")
+    for words, count in Counter(each.not_compared for each in found if each.not_compared).items():
+        put(console, f"not compared in {_of(count, count)}: {words}")
