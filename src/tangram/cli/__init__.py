@@ -20,6 +20,7 @@ from tangram.cli import (
     plan,
     pool,
     rl,
+    rl_tasks,
     run,
     serve,
     sim,
@@ -109,6 +110,9 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
 app.add_typer(rl.app, name="rl")
+rl.app.command("check", epilog=rl_tasks.CHECK)(rl_tasks.check)
+rl.app.command("profile", epilog=rl_tasks.PROFILE)(rl_tasks.profile)
+rl.app.command("hardware", epilog=rl_tasks.HARDWARE)(rl_tasks.hardware)
 app.command("run", epilog=run.EXAMPLES, context_settings=run.CONTEXT)(run.run)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("status", epilog=status.EXAMPLES)(status.status)

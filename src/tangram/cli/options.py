@@ -144,9 +144,7 @@ def _source(workload: str | None, traces: list[Path] | None, batch: int | None, 
 
     if batch is not None:
         options.whole("batch", batch)
-    read = tuple(_option(text) for text in chosen or ())
-    if len(dict(read)) < len(read):
-        raise InvalidConfig("option", " ".join(chosen or ()), "each key once")
+    read = tuple(key_values(chosen).items())
     if traces:
         if workload is not None:
             raise InvalidConfig("workload", workload, "either a workload or --trace")
@@ -154,6 +152,14 @@ def _source(workload: str | None, traces: list[Path] | None, batch: int | None, 
     name = "coding" if workload is None else workload
     options.known("workload", name, WORKLOADS)
     return Source(workload=name, batch=BATCHES[name] if batch is None else batch, options=read)
+
+
+def key_values(chosen: list[str] | None) -> dict[str, Any]:
+    """Of `--option KEY=VALUE`, which may be given several times."""
+    read = [_option(text) for text in chosen or ()]
+    if len(dict(read)) < len(read):
+        raise InvalidConfig("option", " ".join(chosen or ()), "each key once")
+    return dict(read)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -293,8 +293,9 @@ async def _replayed(
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
-    from tangram.rl.replay import needs_of, prepared, task_of
+    from tangram.rl.environments.sharing import needs_of, prepared
     from tangram.rl.replay import replay as replay_one
+    from tangram.rl.replay import task_of
 
     makers = {name: task_of(each) for name, each in settings.items()}
     places = asyncio.Semaphore(TOGETHER)
@@ -303,7 +304,7 @@ async def _replayed(
         async with AsyncExitStack() as stack:
             client = None
             if backend is not None:
-                needs = await needs_of(dict.fromkeys(makers.values()))
+                needs = await needs_of(makers.values())
                 client = await stack.enter_async_context(connect(backend=backend, **needs))
 
             async def one(trajectory: Trajectory) -> Replayed:
@@ -316,7 +317,7 @@ async def _replayed(
                 return found
 
             with _one_error(backend):
-                await stack.enter_async_context(prepared(dict.fromkeys(makers.values()), client))
+                await stack.enter_async_context(prepared(makers.values(), client))
                 async with asyncio.TaskGroup() as group:
                     playing = [group.create_task(one(each)) for each in trajectories]
     return [each.result() for each in playing]

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -91,33 +90,6 @@ def task_of(settings: TaskSettings) -> Task:
     from tangram.rl.environments.registry import resolve
 
     return resolve(settings.environment or settings.name)
-
-
-async def needs_of(tasks: Iterable[Task]) -> dict[str, Any]:
-    """What a connection must be given for all of them, as `tangram.connect` names it. Raises ManagerError."""
-    found: dict[str, Any] = {}
-    for task in tasks:
-        needs = getattr(task, "needs", None)
-        if needs is not None:
-            for key, values in (await needs()).items():
-                found[key] = [*found.get(key, ()), *values]
-    return found
-
-
-@asynccontextmanager
-async def prepared(tasks: Iterable[Task], client: Client | None) -> AsyncIterator[None]:
-    """What tasks need besides an environment is there: services, quotas."""
-    async with AsyncExitStack() as stack:
-        for task in tasks:
-            prepare = getattr(task, "prepare", None)
-            if prepare is not None:
-                try:
-                    await stack.enter_async_context(prepare(client))
-                except ValueError as error:
-                    if client is not None:
-                        raise
-                    raise InvalidConfig("client", None, f"one, as tangram.connect() gives it ({error})") from None
-        yield
 
 
 async def replay(

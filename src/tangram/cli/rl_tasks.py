@@ -1,0 +1,131 @@
+"""`tangram rl check`, `profile` and `hardware`: tasks and the hardware that suits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tangram.cli import options, show
+from tangram.cli.options import Json
+
+if TYPE_CHECKING:
+    from tangram.rl.environments.conformance import Report
+
+CHECK = """[bold]Examples[/bold]
+
+tangram rl check frozenlake
+
+tangram rl check my_package.maze:Maze --option size=9
+
+tangram rl check codefix --backend sandbox  [dim]# one that runs commands[/dim]
+"""
+
+
+def check(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A registered task, or module:name of one.")],
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Of each agent.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the first episode.")] = 0,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="For the environment; several may be given."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help="Where its commands run: sandbox, docker, or process, which isolates nothing.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try an environment without a model: deterministic by seed, bounded, calm about garbage, free of leftovers.
+
+    Random and scripted agents of the task play it. Ends with 1 if a promise is broken.
+    """
+    import asyncio
+
+    import msgspec
+
+    report = asyncio.run(_checked(name, episodes, seed, options.key_values(option), backend))
+    if as_json:
+        show.as_json({"ok": report.ok, **msgspec.to_builtins(report)})
+    else:
+        typer.echo(report.text())
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+async def _checked(name: str, episodes: int, seed: int, given: dict[str, Any], backend: str | None) -> Report:
+    from contextlib import AsyncExitStack
+
+    from tangram.client.client import connect
+    from tangram.rl.environments.base import Outside
+    from tangram.rl.environments.conformance import check as checked
+    from tangram.rl.environments.registry import resolve
+    from tangram.rl.environments.sharing import needs_of, prepared
+
+    task = resolve(name)
+    async with AsyncExitStack() as stack:
+        client = None
+        if backend is not None:
+            client = await stack.enter_async_context(connect(backend=backend, **await needs_of([task])))
+        await stack.enter_async_context(prepared([task], client))
+        return await checked(task, outside=Outside(client=client), episodes=episodes, seed=seed, options=given)
+
+
+PROFILE = """[bold]Examples[/bold]
+
+tangram rl profile rollout.jsonl
+"""
+
+
+def profile(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Logs of trajectories.")],
+    as_json: Json = False,
+) -> None:
+    """Recommend the class of hardware that suits each task, from what its trajectories read and wrote.
+
+    Reading is bound by compute, writing by memory bandwidth; the classes are the published ones, at equal cost. Nothing
+    is changed: write what you agree with into `affinity` of the task.
+    """
+    import msgspec
+
+    from tangram.rl.profiler import Profiler
+    from tangram.rl.trajectory_log import read
+
+    profiler = Profiler()
+    for file in files:
+        for trajectory in read(file).trajectories():
+            profiler.add(trajectory)
+    if as_json:
+        show.as_json(msgspec.to_builtins(profiler.recommend()))
+    else:
+        typer.echo("\n".join(profiler.lines()))
+
+
+HARDWARE = """[bold]Examples[/bold]
+
+tangram rl hardware  [dim]# about half a minute[/dim]
+"""
+
+
+def hardware(as_json: Json = False) -> None:
+    """Predict what affinity and a split of prefill and decode bring on published GPUs. All of it is simulated."""
+    import msgspec
+
+    from tangram.sim.serving import affinity_gains, split_lines, split_predictions
+
+    with show.progress("simulating", "predictions") as tell:
+        gains = affinity_gains()
+        if tell is not None:
+            tell(1, 2)
+        splits = split_predictions()
+        if tell is not None:
+            tell(2, 2)
+    if as_json:
+        show.as_json({"affinity": msgspec.to_builtins(gains), "split": msgspec.to_builtins(splits)})
+        return
+    typer.echo("\n".join([*gains.lines(), "", *split_lines(splits)]))

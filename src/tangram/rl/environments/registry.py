@@ -1,0 +1,154 @@
+"""The registry: tasks by name or by import path.
+
+Owns the names. Never makes or plays an environment. Promises that what `resolve` hands out has all that a Task has, and
+that a built-in task is imported when somebody asks for it and not before.
+
+    @register("maze")
+    class Maze: ...
+
+    resolve("frozenlake")           # a built-in name
+    resolve("maze")                 # a registered one
+    resolve("my_package.maze:Maze") # an import path
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast, overload
+
+from tangram.errors import InvalidConfig
+from tangram.rl.environments.base import Task
+
+BUILT_IN: Mapping[str, str] = {
+    "frozenlake": "tangram.rl.environments.frozenlake:FrozenLake",
+    "chain": "tangram.rl.environments.chain:Chain",
+    "codefix": "tangram.rl.environments.codefix:CodeFix",
+    "lookup": "tangram.rl.environments.lookup:Lookup",
+}
+
+FIELD = "environment"
+"""What a config calls the key of which a name comes."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_task_by_name: dict[str, Task] = {}
+
+T = TypeVar("T")
+
+
+@overload
+def register(name: str) -> Callable[[T], T]: ...
+@overload
+def register(name: str, task: T) -> T: ...
+def register(name: str, task: Any = None) -> Any:
+    """Makes `task` known by this name; without it, a decorator. The same task may be registered again, as a reloaded
+    module does. Raises InvalidConfig."""
+    if task is None:
+        return lambda decorated: register(name, decorated)
+    if not _NAME.fullmatch(name):
+        raise InvalidConfig("name", name, "a name of letters, digits, dots, dashes and underscores")
+    _require_task(name, task)
+    taken: Any = BUILT_IN.get(name) or _task_by_name.get(name)
+    if taken is not None and path_of(task) != (taken if isinstance(taken, str) else path_of(taken)):
+        raise InvalidConfig("name", name, f"a name that is free: this one is {taken!r}")
+    if name not in BUILT_IN:
+        _task_by_name[name] = task
+    return task
+
+
+def names() -> tuple[str, ...]:
+    """All that `resolve` knows besides import paths."""
+    return (*BUILT_IN, *sorted(_task_by_name))
+
+
+def resolve(name: str) -> Task:
+    """The task of this name or import path. Raises InvalidConfig."""
+    task = _task_by_name.get(name)
+    if task is not None:
+        return task
+    path = BUILT_IN.get(name, name)
+    if ":" not in path:
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names())}"
+        raise InvalidConfig(FIELD, name, f"a registered name, or an import path such as my_package.maze:Maze ({hint})")
+    found = _imported(path)
+    _require_task(name, found)
+    return cast(Task, found)
+
+
+def words_of(tasks: Iterable[Task | str]) -> tuple[str, ...]:
+    """Every word of these tasks, once, for a vocabulary that they share. Raises InvalidConfig if one of them has no
+    words of its own: such a task needs a tokenizer of text."""
+    words: set[str] = set()
+    for each in tasks:
+        task = resolve(each) if isinstance(each, str) else each
+        if not task.words:
+            raise InvalidConfig(FIELD, path_of(task), "a task that names its words: this one needs a tokenizer of text")
+        words.update(task.words)
+    return tuple(sorted(words))
+
+
+def missing_of(task: object) -> list[str]:
+    """What keeps an object from being a Task, one sentence each; nothing if it is one."""
+    missing = []
+    words = getattr(task, "words", None)
+    if not isinstance(words, tuple) or not all(isinstance(word, str) and word.split() == [word] for word in words):
+        missing.append("words: a tuple of words without spaces, empty if a tokenizer of text is needed")
+    for key in ("turns_max", "tokens_max"):
+        value = getattr(task, key, None)
+        if type(value) is not int or value < 1:
+            missing.append(f"{key}: a whole number, at least 1")
+    agents = getattr(task, "agents", None)
+    if not isinstance(agents, Mapping) or not all(callable(make) for make in agents.values()):
+        missing.append(
+            "agents: a mapping from names to what makes an agent of a random.Random, empty if there are none"
+        )
+    if not callable(task):
+        missing.append("a call with an Outside that makes an environment")
+    if isinstance(task, type):
+        methods = ("reset", "step", "close")
+        missing += [f"async def {name}" for name in methods if not _is_async(getattr(task, name, None))]
+    return missing
+
+
+def path_of(task: object) -> str:
+    """What it is called in messages: `module:name` if it has them."""
+    named = task if hasattr(task, "__qualname__") else type(task)
+    return f"{named.__module__}:{getattr(named, '__qualname__', '?')}"
+
+
+def _require_task(name: str, found: object) -> None:
+    missing = missing_of(found)
+    if missing:
+        raise InvalidConfig(FIELD, name, f"a Task; {path_of(found)} lacks {'; '.join(missing)}")
+
+
+def _is_async(method: object) -> bool:
+    # A decorated method may be a plain function that returns an awaitable: only what is surely none is refused.
+    return callable(method) and (inspect.iscoroutinefunction(method) or hasattr(method, "__wrapped__"))
+
+
+def _imported(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise InvalidConfig(FIELD, path, "module:name, as my_package.maze:Maze")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # a command that was installed does not look there by itself
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        said = "".join(traceback.format_exception_only(error)).strip()
+        raise InvalidConfig(FIELD, path, f"a module {module} that can be imported ({said})") from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            near = difflib.get_close_matches(name, [each for each in dir(found) if not each.startswith("_")], n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise InvalidConfig(FIELD, path, f"a name in {module}: there is no {name}{hint}")
+        found = getattr(found, name)
+    return found
