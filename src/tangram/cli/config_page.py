@@ -68,12 +68,12 @@ EXAMPLES: dict[str, Any] = {
 def config_page(note: str) -> str:
     parts = [note, HEAD]
     for name, kind in kinds(Config).items():
-        several, record = _record(kind)
-        parts.append(f"## `{_head(name, several)}`\n")
+        several, record = record_of(kind)
+        parts.append(f"## `{head_of(name, several)}`\n")
         parts.append(wrapped(SCHEDULER if name == "scheduler" else inspect.cleandoc(record.__doc__ or "")))
-        parts.append(_table(record))
+        parts.append(table_of(record))
         if name in MORE:
-            parts.append(MORE[name].replace("{rates}", "\n" + _table(RateConfig)) + "\n")
+            parts.append(MORE[name].replace("{rates}", "\n" + table_of(RateConfig)) + "\n")
     parts += [EXAMPLE_HEAD, f"```toml\n{example()}```\n"]
     return "\n".join(parts)
 
@@ -82,9 +82,9 @@ def example() -> str:
     """A file with every key, at its default where it has one."""
     lines = []
     for name, kind in kinds(Config).items():
-        several, record = _record(kind)
+        several, record = record_of(kind)
         off = "#" if several else ""
-        lines += [f"{off}{_head(name, several)}"]
+        lines += [f"{off}{head_of(name, several)}"]
         for field in msgspec.structs.fields(record):
             lines += [f"# {line}" for line in textwrap.wrap(sentences(record)[field.name], 110)]
             value = EXAMPLES.get(f"{name}.{field.name}", _default(field))
@@ -94,15 +94,16 @@ def example() -> str:
     return "\n".join(lines)
 
 
-def _record(kind: Any) -> tuple[bool, type[msgspec.Struct]]:
+def record_of(kind: Any) -> tuple[bool, type[msgspec.Struct]]:
     return (True, get_args(kind)[0]) if get_origin(kind) is tuple else (False, kind)
 
 
-def _head(name: str, several: bool) -> str:
+def head_of(name: str, several: bool) -> str:
     return f"[[{name}]]" if several else f"[{name}]"
 
 
-def _table(record: type[msgspec.Struct]) -> str:
+def table_of(record: type[msgspec.Struct]) -> str:
+    """The keys of a table, as Markdown."""
     return "\n".join(["| key | takes | default | means |", "|---|---|---|---|", *_rows(record)]) + "\n"
 
 
@@ -112,7 +113,7 @@ def _rows(record: type[msgspec.Struct]) -> Iterator[str]:
         takes = kind.words if isinstance(kind, Valid) else "a table, see below"
         if field.required:
             default = "must be said"
-        elif not _has_value(field):
+        elif not _has_value(field) or isinstance(_default(field), msgspec.Struct):
             default = ""
         else:
             default = f"`{_toml(_default(field), kind)}`"

@@ -21,6 +21,7 @@ from tangram.cli.config_page import config_page
 from tangram.cli.http_page import http_page
 from tangram.cli.metrics_page import metrics_page
 from tangram.cli.results import with_results
+from tangram.cli.rl_config_page import rl_config_page
 from tangram.core.action import TRANSITIONS, State
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +37,7 @@ def pages() -> dict[str, str]:
     return {
         "docs/reference/cli.md": cli_page(),
         "docs/reference/config.md": config_page(NOTE),
+        "docs/reference/rl-config.md": rl_config_page(NOTE),
         "docs/reference/http.md": http_page(NOTE),
         "docs/reference/metrics.md": metrics_page(NOTE),
         "docs/internals/states.md": states_page(),

@@ -49,12 +49,12 @@ def _count(least: int) -> Valid:
     return Valid(f"a whole number, at least {least}", read)
 
 
-def _number(words: str, *, zero: bool = False) -> Valid:
+def number(words: str, *, zero: bool = False, most: float = COUNT_MAX) -> Valid:
     def read(value: object) -> float:
         if type(value) not in (int, float):
             raise ValueError
         assert isinstance(value, int | float)
-        if not (0 < value < math.inf or (zero and value == 0)) or value > COUNT_MAX:
+        if not (0 < value < math.inf or (zero and value == 0)) or value > most:
             raise ValueError
         return float(value)
 
@@ -203,9 +203,9 @@ def optional(valid: Valid) -> Valid:
 # ---- types of fields ----
 
 COUNT, COUNT_OR_0 = _count(1), _count(0)
-SECONDS = _number("a positive, finite number of seconds")
-PER_SECOND = _number("a positive, finite number per second")
-CORES = _number("a number of cores above 0, such as 2 or 0.5")
+SECONDS = number("a positive, finite number of seconds")
+PER_SECOND = number("a positive, finite number per second")
+CORES = number("a number of cores above 0, such as 2 or 0.5")
 SIZE, SIZE_OR_0 = _size(1), _size(0)
 PATH = Valid("a path, not empty", _path)
 PATH_OR_NONE = Valid('a path, or "" for none', _text)
@@ -219,7 +219,7 @@ Count = Annotated[int, COUNT]
 CountOr0 = Annotated[int, COUNT_OR_0]
 MaybeCount = Annotated[int | None, optional(COUNT)]
 Seconds = Annotated[float, SECONDS]
-SecondsOr0 = Annotated[float, _number("a finite number of seconds, at least 0", zero=True)]
+SecondsOr0 = Annotated[float, number("a finite number of seconds, at least 0", zero=True)]
 PerSecond = Annotated[float, PER_SECOND]
 MaybeCores = Annotated[float | None, optional(CORES)]
 Size = Annotated[int, SIZE]

@@ -20,7 +20,7 @@ import msgspec
 
 from tangram.config import valid
 from tangram.config.tables import Root, Table
-from tangram.config.valid import one_of
+from tangram.config.valid import number, one_of
 from tangram.errors import InvalidConfig
 
 RewardKind = Literal["environment", "function", "command", "model"]
@@ -28,6 +28,11 @@ LossRule = Literal["refill", "close", "drop"]
 EngineKind = Literal["process", "openai"]
 Dialect = Literal["vllm", "sglang", "plain"]
 Backend = Literal["sandbox", "process", "docker"]
+
+
+TEMPERATURE = number("a number from 0 to 100", zero=True, most=100.0)
+SHARE = number("more than 0, at most 1", most=1.0)
+POSITIVE = number("a number above 0")
 
 
 class EngineSettings(Table, frozen=True, kw_only=True):
@@ -38,6 +43,7 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     hardware: valid.Name = "default"
     """Their class, such as `compute` or `bandwidth`, which tasks name in `affinity`."""
     count: valid.Count = 1
+    """How many of them."""
     kind: Annotated[EngineKind, one_of(EngineKind)] = "process"
     """Our own in a process of its own, or a server that speaks the OpenAI API."""
     url: valid.Text = ""
@@ -57,6 +63,7 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     deterministic: valid.Flag = False
     """Whether what is written does not depend, to the last bit, on who else is being served. It costs speed."""
     threads: valid.Count = 1
+    """Of PyTorch, for each."""
     prefill_s_per_token: valid.SecondsOr0 = 0.0
     """Emulated hardware: what reading a token takes at least."""
     decode_s_per_step: valid.SecondsOr0 = 0.0
@@ -78,6 +85,7 @@ class RewardSettings(Table, frozen=True, kw_only=True):
     service: valid.Text = ""
     """Of a model service."""
     timeout_s: valid.Seconds = 60.0
+    """Of one try."""
     retries: valid.CountOr0 = 2
     """If the infrastructure failed. A reward that cannot be had ends its trajectory as reward_failed, never with 0."""
 
@@ -97,18 +105,20 @@ class TaskSettings(Table, frozen=True, kw_only=True):
     """A registered name, or `module:name`; that of the task if it is not said."""
     options: valid.Arguments = msgspec.field(default_factory=dict)
     """For the environment."""
-    weight: valid.Seconds = 1.0
+    weight: Annotated[float, POSITIVE] = 1.0
     """Of all groups, how many are of this task, in proportion."""
     affinity: valid.Text = ""
     """The class of hardware on which its tokens should be written; empty: any."""
     turns_max: valid.MaybeCount = None
-    """What the task says, if it is not said here."""
+    """Of an episode; what the task says, if it is not said here."""
     tokens_max: valid.MaybeCount = None
     """Of one action; what the task says, if it is not said here."""
     concurrency: valid.Count = 1024
     """Episodes that are open at once."""
     reset_timeout_s: valid.Seconds = 120.0
+    """A reset that takes longer has failed."""
     step_timeout_s: valid.Seconds = 60.0
+    """A step that takes longer has failed."""
     retries: valid.CountOr0 = 2
     """Of a reset that failed, each with a new environment. A step that failed is not repeated: what it did is unknown;
     the episode begins anew instead, as often."""
@@ -117,6 +127,7 @@ class TaskSettings(Table, frozen=True, kw_only=True):
     reset_ahead: valid.CountOr0 = 0
     """Episodes whose reset may begin before their turn comes."""
     reward: RewardSettings = RewardSettings()
+    """Where its reward comes from; where the task says, if it is not said here."""
 
 
 class GroupSettings(Table, frozen=True, kw_only=True):
@@ -147,8 +158,11 @@ class PolicySettings(Table, frozen=True, kw_only=True):
     checkpoint: valid.PathOrNone = ""
     """A folder: our own, or a Hugging Face one of the Llama or Qwen2 kind. None: a new one of these sizes."""
     layers: valid.Count = 2
+    """Of a new one."""
     width: valid.Count = 64
+    """Of a new one."""
     heads: valid.Count = 4
+    """Of a new one."""
     seed: valid.CountOr0 = 0
     """Of the first weights."""
 
@@ -156,10 +170,15 @@ class PolicySettings(Table, frozen=True, kw_only=True):
 class SamplingSettings(Table, frozen=True, kw_only=True):
     """How tokens are drawn."""
 
-    temperature: valid.SecondsOr0 = 1.0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    """0 takes the most likely token always: for evaluation, not for training."""
     top_k: valid.CountOr0 = 0
-    top_p: valid.Seconds = 1.0
+    """Only so many of the most likely tokens; 0: all."""
+    top_p: Annotated[float, SHARE] = 1.0
+    """Only the most likely tokens that have this share together; 1: all."""
     keep_ids: valid.Flag = False
+    """Whether the ids that top-k and top-p left are kept for each token: without them nothing can be trained on what
+    was sampled."""
 
 
 class OutsideSettings(Table, frozen=True, kw_only=True):
@@ -170,6 +189,7 @@ class OutsideSettings(Table, frozen=True, kw_only=True):
     backend: Annotated[Backend, one_of(Backend)] = "sandbox"
     """Inside this process: how commands run."""
     cores: valid.MaybeCores = None
+    """Inside this process: what all sandboxes may use together; all of the machine, if it is not said."""
     memory: valid.MaybeSize = None
     """Inside this process: what all sandboxes may use together; all of the machine, if it is not said."""
     warm: valid.CountOr0 = 4
@@ -182,6 +202,7 @@ class RolloutSettings(Root, frozen=True, kw_only=True):
     run: valid.Name = "rl"
     """Whose share of the pools its actions count against."""
     seed: valid.CountOr0 = 0
+    """Of what is played."""
     policy: PolicySettings = PolicySettings()
     sampling: SamplingSettings = SamplingSettings()
     engines: tuple[EngineSettings, ...] = (EngineSettings(),)

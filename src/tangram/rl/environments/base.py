@@ -64,7 +64,8 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Plays without a model, to try an environment or to teach a format."""
+    """Plays without a model, to try an environment or to teach a format. One that has `see(environment)` is shown the
+    environment after its reset, and may know more than the policy is told."""
 
     def act(self, observation: str) -> str: ...
 
@@ -75,7 +76,14 @@ MakeAgent = Callable[[random.Random], Agent]
 class Task(Protocol):
     """What is registered by name: makes environments, and says what is true of all of them.
 
-    The usual Task is a class whose instances are Environments: `def __init__(self, outside, **options)`.
+    The usual Task is a class whose instances are Environments: `def __init__(self, outside, **options)`. An environment
+    whose limits depend on its options says them itself, under the same names. What a task may have besides:
+
+        reward_range   (lowest, highest) sum of the rewards of an episode; (0.0, 1.0) if it is not said
+        usual_reward   RewardSettings: where its reward comes from, unless the settings of the rollout say it
+        acts_outside   False: it needs no client
+        needs          async, a class method: what a client must be made with (environments/sharing.py)
+        prepare        a class method: an async context manager around all episodes (environments/sharing.py)
     """
 
     words: ClassVar[tuple[str, ...]]

@@ -25,6 +25,7 @@ STEPS = tuple(f"+{number}" for number in range(1, 10))
 class Chain:
     """One question. The teacher gets 0.19 of it; a policy that was taught is ready to learn the rest at 0.12."""
 
+    acts_outside: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ("chain", "step", "start", "over", *STEPS, *DIGITS)
     turns_max: ClassVar[int] = 1
     tokens_max: int = LENGTH + 1

@@ -89,6 +89,7 @@ class FrozenLake:
     """One episode on one lake. Chance reaches the goal in 8 % of the usual lakes, any safe moves do in 17 %: a policy
     that was taught those is ready to learn the rest at 15 %, when it falls no more."""
 
+    acts_outside: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = (
         *MOVES, *DIRECTIONS.values(), *CELLS, *_OTHER_WORDS, *(str(number) for number in range(SIZE_MAX)),
         *(f"{move}:{cell}" for move in MOVES for cell in CELLS),
