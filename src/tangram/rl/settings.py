@@ -23,7 +23,7 @@ from tangram.config.tables import Root, Table
 from tangram.config.valid import number, one_of
 from tangram.errors import InvalidConfig
 
-RewardKind = Literal["environment", "function", "command", "model"]
+RewardKind = Literal["usual", "environment", "function", "command", "model"]
 LossRule = Literal["refill", "close", "drop"]
 EngineKind = Literal["process", "openai"]
 Dialect = Literal["vllm", "sglang", "plain"]
@@ -77,8 +77,8 @@ class EngineSettings(Table, frozen=True, kw_only=True):
 class RewardSettings(Table, frozen=True, kw_only=True):
     """Where the reward of a task comes from."""
 
-    kind: Annotated[RewardKind, one_of(RewardKind)] = "environment"
-    """What the environment says; a function, called as an action and scaled from zero; a command in the sandbox of the
+    kind: Annotated[RewardKind, one_of(RewardKind)] = "usual"
+    """What is usual for the task; what the environment says; a function, called as an action and scaled from zero; a command in the sandbox of the
     environment; or a model service."""
     function: valid.Text = ""
     """`module:name` of a function: of the reward, or of what makes a reward of a command's or model's answer."""
@@ -127,7 +127,7 @@ class TaskSettings(Table, frozen=True, kw_only=True):
     reset_ahead: valid.CountOr0 = 0
     """Episodes whose reset may begin before their turn comes."""
     reward: RewardSettings = RewardSettings()
-    """Where its reward comes from; where the task says, if it is not said here."""
+    """Where its reward comes from, see below."""
 
 
 class GroupSettings(Table, frozen=True, kw_only=True):
