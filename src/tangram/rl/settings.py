@@ -78,8 +78,8 @@ class RewardSettings(Table, frozen=True, kw_only=True):
     """Where the reward of a task comes from."""
 
     kind: Annotated[RewardKind, one_of(RewardKind)] = "usual"
-    """What is usual for the task; what the environment says; a function, called as an action and scaled from zero; a command in the sandbox of the
-    environment; or a model service."""
+    """What is usual for the task; what the environment says; a function, called as an action and scaled from zero; a
+    command in the sandbox of the environment; or a model service."""
     function: valid.Text = ""
     """`module:name` of a function: of the reward, or of what makes a reward of a command's or model's answer."""
     service: valid.Text = ""
