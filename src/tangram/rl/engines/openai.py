@@ -1,0 +1,466 @@
+"""Engines that are servers of others: what speaks the OpenAI API, such as vLLM and SGLang.
+
+Owns connections, never a server: it has to run already. Tokens go in and tokens come out: an answer that is text alone
+is refused, for what was sampled is never made from text again. It says at its start what the server is good for: it
+trains only if the server tells ids and log-probabilities of the distribution that it samples from, and takes weights;
+else it serves evaluation, and `shortcoming` says what is missing.
+
+What a server is asked differs by its dialect:
+
+    vllm     /v1/completions with `return_token_ids`, streamed, so that what was written survives the server. Weights:
+             /pause?mode=keep, /collective_rpc reload_weights, /reset_prefix_cache, /resume, which it has with
+             VLLM_SERVER_DEV_MODE=1. Log-probabilities after the temperature: --logprobs-mode processed_logprobs.
+    sglang   /generate, whole: what it wrote is lost with it. Weights: /pause_generation, /update_weights_from_disk,
+             /continue_generation. A request is aborted by /abort_request.
+    plain    /v1/completions as vllm, and no weights: the server keeps its own. Evaluation only.
+
+A server that cannot be reached, breaks off, says nothing for `silent_s_max` or says what makes no sense counts as dead
+(EngineDied): whether it comes back is for `start` to find out. It is contract-tested: against a small server that
+speaks each dialect, not against vLLM and SGLang on real devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.managers.http import Http, pause_s
+from tangram.rl.engines.base import EngineDied, EngineStatistics, Generation, Noise, Request, Sampling, Weights
+from tangram.rl.engines.dialects import DIALECTS, SAME, SHOWN, Calls, TextAlone
+from tangram.rl.engines.heard import Heard, NoLogprobs
+from tangram.rl.settings import Dialect, EngineSettings
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONTROL_S_MAX = 600.0
+"""Of a call that does not write tokens: reading the weights of a large model takes minutes."""
+PROBE_S_MAX = 60.0
+ABORT_S_MAX = 5.0
+"""Of telling a server that a request is over: it ends by itself at its limit anyway."""
+ANSWER_BYTES_MAX = 64 << 20
+"""Of one answer, or one line of it: far more than ids and log-probabilities of a long context take."""
+BUSY = (408, 425, 429)
+"""It says nothing of the request, which may well be taken a little later."""
+BUSY_TRIES = 5
+BUSY_S, BUSY_S_MAX = 0.5, 8.0
+SET_UP = (401, 403, 404, 405, 407)
+"""The fault of whoever set it up: the address, the name of the model, a key."""
+MISSING = (404, 405, 501)
+"""The server has no such call."""
+PROBE = (1, 2, 3)
+"""Ids that every vocabulary has."""
+SEED_BITS = 63
+"""What fits into a signed integer of 64 bits."""
+
+
+PROBE_TRIES = 32
+"""Until the same token comes again: it is one of the likely ones."""
+NONSENSE = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, msgspec.DecodeError)
+"""What reading an answer raises that is not what it should be."""
+TEXT_ALONE = (
+    "answered text without the ids of its tokens, which cannot be used: text that is tokenised again gives other "
+    "tokens than were sampled; use a server that takes return_token_ids, as vLLM from 0.10.2 on does"
+)
+
+
+class Unreachable(EngineDied):
+    """The server was not reached: whatever killed it, it was not this request."""
+
+
+class OpenAIEngine:
+    """`number` fills `{number}` in the address, so that one table describes several servers. `temperature` is the one
+    that will be trained on: a server that tells log-probabilities of another one does not train."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        number: int = 0,
+        *,
+        dialect: Dialect = "vllm",
+        model: str = "",
+        key: str = "",
+        temperature: float = 1.0,
+        silent_s_max: float = 300.0,
+    ) -> None:
+        if dialect not in DIALECTS:
+            raise InvalidConfig("dialect", dialect, f"one of {', '.join(DIALECTS)}")
+        self.name = settings.name if settings.count == 1 else f"{settings.name}-{number}"
+        self.hardware = settings.hardware
+        self.trains = False
+        self.shortcoming = "it was not started"
+        """Why it does not train; empty if it does."""
+        self._dialect = DIALECTS[dialect]
+        self._url = settings.url.replace("{number}", str(number)).rstrip("/")
+        self._model = model
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._temperature = temperature
+        self._silent_s_max = silent_s_max
+        self._http = Http()
+        self._session: aiohttp.ClientSession | None = None
+        self._closed: asyncio.Future[None] | None = None
+        """Done when it hangs up: whoever waits for an answer then gets none."""
+        self._alive = False
+        self._takes_weights = False
+        self._tells_logprobs = False
+        self._suspended_at: float | None = None
+        self._resumed_at = -math.inf
+        self._version = 0
+        self._active = 0
+        self._statistics = EngineStatistics(name=self.name)
+
+    # ---- its life ----
+
+    async def start(self, weights: Weights) -> None:
+        self._alive = False
+        self._suspended_at = None
+        try:
+            await self._begin(weights)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _begin(self, weights: Weights) -> None:
+        await self._open()
+        if not self._model and self._dialect.path.startswith("/v1/"):
+            self._model = await self._first_model()
+        self._takes_weights = self._dialect.update is not None
+        missing = "the dialect takes no weights" if not self._takes_weights else ""
+        if self._takes_weights:
+            try:
+                await self._load(weights)
+            except _Missing as error:
+                self._takes_weights, missing = False, f"it takes no weights ({error}): {self._dialect.hint}"
+        self._version = weights.version
+        self._alive = True
+        try:
+            unfit = await self._probe()
+        except EngineDied as error:
+            raise ManagerError(str(error)) from error
+        self.shortcoming = "; ".join(each for each in (missing, unfit) if each)
+        self.trains = not self.shortcoming
+
+    async def suspend(self) -> None:
+        self._require_alive()
+        self._suspended_at = time.monotonic()
+        if self._takes_weights:
+            await self._controlled(self._dialect.suspend)
+
+    async def update(self, weights: Weights) -> None:
+        """A server that takes no weights keeps its own, and says so in `shortcoming`."""
+        self._require_alive()
+        began_s = time.monotonic()
+        if self._takes_weights:
+            assert self._dialect.update is not None
+            await self._controlled(self._dialect.update(weights))
+        self._version = weights.version
+        self._count(update_s=time.monotonic() - began_s)
+
+    async def resume(self) -> None:
+        self._require_alive()
+        if self._takes_weights:
+            await self._controlled(self._dialect.resume)
+        self._resumed_at = time.monotonic()
+        if self._suspended_at is not None:
+            self._count(suspended_s=self._resumed_at - self._suspended_at)
+        self._suspended_at = None
+
+    async def close(self) -> None:
+        """Hangs up; the server stays."""
+        self._alive = False
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_result(None)
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        await self._http.close()
+
+    def statistics(self) -> EngineStatistics:
+        return msgspec.structs.replace(self._statistics, version=self._version, active=self._active)
+
+    # ---- writing ----
+
+    async def generate(self, request: Request) -> Generation:
+        self._require_alive()
+        if request.sampling.keep_ids and request.sampling.leaves_out:
+            raise InvalidInput("keep_ids", True, "top_k = 0 and top_p = 1: this server does not tell the ids it left")
+        heard = Heard(self.name, request)
+        self._active += 1
+        try:
+            for tried in range(1, BUSY_TRIES + 1):
+                try:
+                    await self._asked(request, heard)
+                    break
+                except _Busy as busy:
+                    if tried == BUSY_TRIES:
+                        raise EngineDied(self.name, f"had no place after {tried} tries: {busy}", None) from busy
+                    await asyncio.sleep(pause_s(tried, BUSY_S, BUSY_S_MAX))
+        except EngineDied:
+            self._alive = False
+            raise
+        except asyncio.CancelledError:
+            await self._abort(request)
+            raise
+        finally:
+            self._active -= 1
+        generation = heard.generation()
+        _require_stop(request.sampling, generation)
+        self._count(prefill_tokens=generation.prefilled, decode_tokens=len(generation.tokens), steps=1)
+        self._count(prefill_s=generation.prefill_s, decode_s=generation.decode_s)
+        return generation
+
+    async def _asked(self, request: Request, heard: Heard) -> None:
+        """Raises EngineDied with what was heard, InvalidInput and _Busy."""
+        import aiohttp
+
+        body = self._dialect.body(self._model, request, seed_of(request.noise, len(request.tokens)))
+        try:
+            async with self._post(self._dialect.path, body) as response:
+                if response.status != 200:
+                    text = (await response.content.read(SHOWN)).decode(errors="replace")
+                    self._refuse(response.status, text)
+                async for answer in self._answers(response):
+                    heard.take(self._dialect.said(answer), self._version, logprobs=self._tells_logprobs)
+        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
+            reached = isinstance(error, aiohttp.ServerDisconnectedError)
+            kind = EngineDied if reached else Unreachable
+            raise kind(self.name, f"{self._url} cannot be reached: {error}", heard.so_far()) from error
+        except TextAlone as error:
+            raise EngineDied(self.name, f"{self._url} {TEXT_ALONE}", heard.so_far()) from error
+        except TimeoutError as error:
+            reason = f"{self._url} said nothing for {self._silent_s_max:g} s"
+            raise EngineDied(self.name, reason, heard.so_far()) from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{self._url} broke off: {type(error).__name__}: {error}"
+            raise EngineDied(self.name, reason, heard.so_far()) from error
+        except NONSENSE as error:
+            reason = f"{self._url} said what makes no sense: {type(error).__name__}: {str(error)[:SHOWN]}"
+            raise EngineDied(self.name, reason, heard.so_far()) from error
+        if heard.finish is None:
+            raise EngineDied(self.name, f"{self._url} ended its answer before the end", heard.so_far())
+
+    @contextlib.asynccontextmanager
+    async def _post(self, path: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Whatever happens, the line is closed, not given back: a request that is left half read is aborted there."""
+        assert self._session is not None
+        waiting = asyncio.ensure_future(self._session.post(self._url + path, json=body, allow_redirects=False))
+        try:
+            response = await self._patiently(waiting)
+        except BaseException:
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                (await waiting).close()
+            raise
+        try:
+            yield response
+        finally:
+            response.close()
+
+    async def _patiently(self, waiting: asyncio.Future[Any]) -> Any:
+        """Raises TimeoutError after a silence that is not ours: while it is suspended it says nothing. Raises
+        ConnectionAbortedError when it is closed."""
+        assert self._closed is not None
+        first = asyncio.FIRST_COMPLETED
+        while not waiting.done():
+            await asyncio.wait({waiting, self._closed}, timeout=self._silent_s_max, return_when=first)
+            if waiting.done():
+                break
+            if self._closed.done():
+                raise ConnectionAbortedError("the engine was closed")
+            if self._suspended_at is None and time.monotonic() >= self._resumed_at + self._silent_s_max:
+                raise TimeoutError
+        return waiting.result()
+
+    async def _answers(self, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+        """The pieces of an answer, each decoded."""
+        rest = b""
+        async for content in self._contents(response):
+            rest += content
+            if len(rest) > ANSWER_BYTES_MAX:
+                raise ValueError(f"more than {ANSWER_BYTES_MAX} bytes without an end")
+            if not self._dialect.streams:
+                continue
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                word = line.strip()
+                if word.startswith(b"data:") and word != b"data: [DONE]":
+                    yield msgspec.json.decode(word.removeprefix(b"data:"))
+        if not self._dialect.streams:
+            yield msgspec.json.decode(rest)
+        elif rest.strip():
+            raise ValueError(f"half a line: {rest[:SHOWN]!r}")
+
+    async def _contents(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        while True:
+            waiting = asyncio.ensure_future(response.content.readany())
+            try:
+                content = await self._patiently(waiting)
+            finally:
+                if not waiting.done():
+                    waiting.cancel()
+            if not content:
+                return
+            yield content
+
+    def _refuse(self, status: int, text: str) -> None:
+        said = f"{status}: {text}"
+        if status in BUSY:
+            raise _Busy(said)
+        if status in SET_UP:
+            reason = f"{self._url}{self._dialect.path} is set up wrongly, it said {said}; look at url, model and key"
+            raise EngineDied(self.name, reason, None)
+        if 400 <= status < 500:
+            raise InvalidInput("request", said, f"what {self._url}{self._dialect.path} takes")
+        raise EngineDied(self.name, f"{self._url} said {said}", None)
+
+    async def _abort(self, request: Request) -> None:
+        if not self._dialect.abort or not self._alive:
+            return
+        with contextlib.suppress(ManagerError, asyncio.TimeoutError):
+            async with asyncio.timeout(ABORT_S_MAX):
+                await self._call("POST", self._dialect.abort, {"rid": request.id}, seconds_max=ABORT_S_MAX)
+
+    # ---- control ----
+
+    async def _open(self) -> None:
+        import aiohttp
+
+        if self._session is None:
+            self._closed = asyncio.get_running_loop().create_future()
+            limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=limits, headers=self._headers
+            )
+            self._session._retry_connection = False  # it would write twice behind our back
+
+    async def _first_model(self) -> str:
+        answer = await self._call("GET", "/v1/models", None)
+        try:
+            name = answer["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            name = None
+        if not isinstance(name, str):
+            raise ManagerError(f"{self._url}/v1/models names no model: {str(answer)[:SHOWN]}", retry=False)
+        return name
+
+    async def _load(self, weights: Weights) -> None:
+        """The weights of the start. Raises _Missing, if it does not take any."""
+        assert self._dialect.update is not None
+        await self._calls(self._dialect.suspend)
+        try:
+            await self._calls(self._dialect.update(weights))
+        finally:
+            await self._calls(self._dialect.resume)  # the server stays when we go, so it is not left suspended
+
+    async def _controlled(self, calls: Calls) -> None:
+        try:
+            await self._calls(calls)
+        except _Missing as error:
+            raise ManagerError(f"engine {self.name}: {error}", retry=False) from error
+
+    async def _calls(self, calls: Calls) -> None:
+        for path, body in calls:
+            answer = await self._call("POST", path, body)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise ManagerError(f"{self._url}{path} failed: {str(answer.get('message'))[:SHOWN]}")
+
+    async def _call(self, method: str, path: str, body: Any, *, seconds_max: float = CONTROL_S_MAX) -> Any:
+        answer = await self._http.request(
+            method,
+            self._url + path,
+            timeout_s=seconds_max,
+            bytes_max=ANSWER_BYTES_MAX,
+            headers=self._headers,
+            **({"json": body} if body is not None else {}),
+        )
+        if answer.status in MISSING:
+            raise _Missing(f"{answer.status} to {method} {path}")
+        if not answer.ok:
+            raise ManagerError(f"{self._url}{path} said {answer.status}: {answer.text[:SHOWN]}")
+        with contextlib.suppress(ManagerError):
+            return answer.json()
+        return None  # some answer a control call with a word or with nothing
+
+    # ---- what it is good for ----
+
+    async def _probe(self) -> str:
+        """Why what it writes cannot be trained on; empty if it can. Raises ManagerError if it is good for nothing, and
+        EngineDied."""
+        self._tells_logprobs = True
+        try:
+            found = await asyncio.wait_for(self._probed(1.0), PROBE_S_MAX)
+        except NoLogprobs:
+            self._tells_logprobs = False
+            return "it tells no log-probabilities"
+        except TimeoutError as error:
+            raise ManagerError(f"{self._url} did not answer a probe within {PROBE_S_MAX:g} s") from error
+        except InvalidInput as error:
+            raise ManagerError(f"{self._url} refuses a probe of {len(PROBE)} tokens: {error}", retry=False) from error
+        if self._temperature in (0.0, 1.0) or await self._is_scaled(found):
+            return ""
+        return (
+            f"its log-probabilities seem to be those before the temperature, and {self._temperature:g} is trained on: "
+            "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1"
+        )
+
+    async def _is_scaled(self, plain: Generation) -> bool:
+        """Whether the log-probability of a token changes with the temperature. If that cannot be seen, it does not."""
+        for seed in range(PROBE_TRIES):
+            warm = await asyncio.wait_for(self._probed(self._temperature, seed), PROBE_S_MAX)
+            if warm.tokens == plain.tokens:
+                return abs(warm.logprobs[0] - plain.logprobs[0]) > SAME
+        return False
+
+    async def _probed(self, temperature: float, seed: int = 0) -> Generation:
+        sampling = Sampling(temperature=temperature, tokens_max=1)
+        request = Request(
+            id=f"probe-{self.name}-{time.monotonic_ns()}", tokens=PROBE, sampling=sampling, noise=Noise(seed=seed)
+        )
+        heard = Heard(self.name, request, probing=True)
+        try:
+            await self._asked(request, heard)
+        except _Busy as busy:
+            raise ManagerError(f"{self._url} is busy: {busy}") from busy
+        if not heard.generation().tokens:
+            raise ManagerError(f"{self._url} wrote nothing when it was asked for one token", retry=False)
+        return heard.generation()
+
+    def _require_alive(self) -> None:
+        if not self._alive:
+            raise EngineDied(self.name, f"{self._url} is not connected", None)
+
+    def _count(self, **more: float) -> None:
+        current = {name: getattr(self._statistics, name) + value for name, value in more.items()}
+        self._statistics = msgspec.structs.replace(self._statistics, **current)
+
+
+class _Busy(Exception):
+    """No place at the moment."""
+
+
+class _Missing(ManagerError):
+    """There is no such call."""
+
+
+def seed_of(noise: Noise, position: int) -> int:
+    """Of a request whose first token stands there: one that is continued elsewhere draws other numbers."""
+    words = f"{noise.seed}/{noise.member}/{noise.attempt}/{position}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> (64 - SEED_BITS)
+
+
+def _require_stop(sampling: Sampling, generation: Generation) -> None:
+    """The token that ends an action is part of it."""
+    if generation.finish != "stop" or not sampling.stop:
+        return
+    if not generation.tokens or generation.tokens[-1] not in sampling.stop:
+        last = generation.tokens[-1] if generation.tokens else None
+        expected = f"also the token at which the server ends by itself, which was {last}"
+        raise InvalidInput("stop", list(sampling.stop), expected)

@@ -1,0 +1,180 @@
+"""What a gateway tells: its events, its counts, and the errors of requests that it could not have served.
+
+Records only. Times are those of the loop's clock: only the difference of two of them means anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from tangram.errors import ManagerError
+
+
+class State(StrEnum):
+    """What an engine is doing for a gateway."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    """Also while its weights are updated: it takes requests then, and goes on with them afterwards."""
+    DOWN = "down"
+    """It died; it will be started again after a while."""
+    REMOVED = "removed"
+    """It died too often."""
+    CLOSED = "closed"
+
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.SERVING, State.DOWN, State.REMOVED, State.CLOSED}),
+    State.SERVING: frozenset({State.DOWN, State.REMOVED, State.CLOSED}),
+    State.DOWN: frozenset({State.STARTING, State.REMOVED, State.CLOSED}),
+    State.REMOVED: frozenset({State.CLOSED}),
+    State.CLOSED: frozenset(),
+}
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+class NoEngine(ManagerError):
+    """No engine is left that could serve a request, nor will there be one."""
+
+
+class RequestGivenUp(ManagerError):
+    """A request was inside so many engines when they died that it is not given to another one."""
+
+    def __init__(self, request: str, deaths: int, engines: tuple[str, ...], last: str) -> None:
+        self.request = request
+        super().__init__(
+            f"request {request} was inside at {deaths} deaths of engines ({', '.join(engines)}) and is given up, so "
+            f"that it does not take down the others; the last one said: {last}",
+            retry=False,
+        )
+
+
+# ---- events -------------------------------------------------------------------------------------------------------
+
+
+class Happening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What all events have."""
+
+    at_s: float
+
+
+class EngineStarted(Happening, frozen=True, kw_only=True, tag=True):
+    engine: str
+    hardware: str
+    version: int
+    took_s: float
+    life: int
+    """1 for the first start, and one more after each death."""
+
+
+class EngineUpdated(Happening, frozen=True, kw_only=True, tag=True):
+    engine: str
+    version: int
+    took_s: float
+    """From suspend to resume."""
+
+
+class EngineLost(Happening, frozen=True, kw_only=True, tag=True):
+    """It died, failed to start, or failed to take its weights. It will be started again."""
+
+    engine: str
+    reason: str
+    requests: int
+    """That were inside."""
+    deaths: int
+    """Within the window, this one included."""
+
+
+class EngineRemoved(Happening, frozen=True, kw_only=True, tag=True):
+    engine: str
+    reason: str
+
+
+class FellBack(Happening, frozen=True, kw_only=True, tag=True):
+    """From now on a task is served by another class than it prefers."""
+
+    task: str
+    wanted: str
+    used: str
+
+
+class CameBack(Happening, frozen=True, kw_only=True, tag=True):
+    """From now on a task is served by the class that it prefers again."""
+
+    task: str
+    hardware: str
+
+
+class RequestResumed(Happening, frozen=True, kw_only=True, tag=True):
+    """Its engine died; it goes on from the tokens that it has."""
+
+    request: str
+    session: str
+    task: str
+    engine: str
+    """That died."""
+    written: int
+    """Tokens that it has."""
+
+
+class RequestDropped(Happening, frozen=True, kw_only=True, tag=True):
+    """It was given up: see RequestGivenUp."""
+
+    request: str
+    reason: str
+
+
+Event = (
+    EngineStarted | EngineUpdated | EngineLost | EngineRemoved | FellBack | CameBack | RequestResumed | RequestDropped
+)
+
+
+# ---- counts -------------------------------------------------------------------------------------------------------
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine, as its gateway sees it."""
+
+    name: str
+    hardware: str
+    state: State
+    trains: bool
+    version: int
+    requests: int
+    """Inside."""
+    load: int
+    """Tokens that are to be read and written, at most."""
+    served: int
+    lives: int
+    """How often it was started."""
+    reason: str = ""
+    """Why it does not serve."""
+
+
+class GatewayStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    """The newest."""
+    engines: tuple[Kept, ...]
+    requests: int
+    """Being served or waiting."""
+    waiting: int
+    """Of these, those for which no engine serves at the moment."""
+    served: int
+    cancelled: int
+    failed: int
+    """Ended with an error."""
+    resumed: int
+    """Times that a request went on after the death of its engine."""
+    stayed: int
+    """Requests that went to the engine that has their prefix."""
+    moved: int
+    """Requests that left it because it was overloaded."""
+    fallbacks: Mapping[str, int]
+    """By task: requests that were served by another class than it prefers."""
+    falling_back: tuple[str, ...]
+    """Tasks that are, at the moment."""

@@ -1,0 +1,269 @@
+"""A keeper: one engine in the care of a gateway, from its first start to its removal.
+
+Owns the life of the engine: nobody else starts, updates or closes it, and it does these one after the other, so that
+updates, deaths, restarts and the end cannot race. Never routes, and never sees a token. Promises that its engine has
+the newest weights whenever it begins to serve, that a death leads to a restart or to a removal, and that whoever waits
+for it is told of every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from tangram.errors import TangramError
+from tangram.rl.engines.base import Engine, Weights
+from tangram.rl.gateway_records import (
+    TRANSITIONS,
+    EngineLost,
+    EngineRemoved,
+    EngineStarted,
+    EngineUpdated,
+    Event,
+    Kept,
+    State,
+)
+
+BACKOFF_S, BACKOFF_S_MAX = 0.2, 30.0
+"""Before the first restart, doubled with every death within the window: an engine that dies at once should not take a
+core for dying, one that died of bad luck should be back soon."""
+CLOSE_S_MAX = 30.0
+"""An engine that does not even end is left to itself."""
+WORLD = (TangramError, OSError)
+"""What an engine may raise without being our bug; time that has run out is an OSError."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    deaths_max: int
+    window_s: float
+    start_s_max: float
+    update_s_max: float
+
+
+class Order(NamedTuple):
+    """Weights that all engines should have; the one with the highest number counts."""
+
+    number: int
+    weights: Weights
+
+
+class Death(NamedTuple):
+    at_s: float
+    life: int
+    """0: it did not come to life."""
+
+
+class Keeper:
+    def __init__(self, engine: Engine, limits: Limits, tell: Callable[[Event], None], changed: Callable[[], None]):
+        self.engine = engine
+        self.state = State.STARTING
+        self.reason = ""
+        self.life = 0
+        self.applied = 0
+        """The number of the order whose weights it has."""
+        self.load = 0
+        self.requests = 0
+        self.served = 0
+        self.closed_life = 0
+        """The last life that we ended: what was inside then did not kill it."""
+        self._version = 0
+        self._limits = limits
+        self._tell = tell
+        self._changed = changed
+        self._order: Order | None = None
+        self._wake = asyncio.Event()
+        self._inside_at_death = 0
+        self._deaths: list[Death] = []
+        self._forgiven: set[int] = set()
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def hardware(self) -> str:
+        return self.engine.hardware
+
+    @property
+    def trains(self) -> bool:
+        return self.engine.trains
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """What it has read is there as long as this stays the same."""
+        return self.life, self.applied
+
+    @property
+    def serves(self) -> bool:
+        return self.state is State.SERVING
+
+    @property
+    def gone(self) -> bool:
+        return self.state in (State.REMOVED, State.CLOSED)
+
+    def kept(self) -> Kept:
+        return Kept(
+            name=self.name,
+            hardware=self.hardware,
+            state=self.state,
+            trains=self.trains,
+            version=self._version,
+            requests=self.requests,
+            load=self.load,
+            served=self.served,
+            lives=self.life,
+            reason="" if self.serves else self.reason,
+        )
+
+    # ---- what a gateway says ----
+
+    def want(self, order: Order) -> None:
+        assert self._order is None or order.number > self._order.number, "orders come in order"
+        self._order = order
+        self._wake.set()
+
+    def lost(self, life: int, reason: str) -> None:
+        """A request saw it die. The first one counts."""
+        if self.serves and life == self.life:
+            self._inside_at_death = self.requests + 1  # it has left already; the others have not heard yet
+            self._become(State.DOWN, reason)
+            self._wake.set()
+
+    def forgive(self, life: int) -> None:
+        """It was a request that killed it: this death does not count."""
+        self._forgiven.add(life)
+
+    def closed(self) -> None:
+        if self.state is not State.CLOSED:
+            self.closed_life = self.life
+            self._become(State.CLOSED, "the gateway was closed")
+
+    # ---- its life ----
+
+    async def run(self) -> None:
+        """Until it is removed or cancelled."""
+        try:
+            while not self.gone:
+                if self.serves:
+                    await self._look_after()
+                else:
+                    await self._bring_up()
+        except Exception as bug:  # else all would wait for an engine that nobody looks after
+            if not self.gone:
+                self._remove(f"its keeper failed: {type(bug).__name__}: {bug}")
+            context = {"message": f"the keeper of engine {self.name} failed", "exception": bug}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    async def _bring_up(self) -> None:
+        assert self._order is not None, "weights are wanted before it runs"
+        loop, order = asyncio.get_running_loop(), self._order
+        began_s = loop.time()
+        if self.state is not State.STARTING:
+            self._become(State.STARTING, self.reason)
+        try:
+            async with asyncio.timeout(self._limits.start_s_max):
+                await self.engine.start(order.weights)
+                while order.number != self._order.number:  # before it serves, so that nobody gets old tokens
+                    order = self._order
+                    await self.engine.update(order.weights)
+        except WORLD as error:
+            await self._bury(0, _words(error, "did not start", self._limits.start_s_max))
+            return
+        self.life += 1
+        self._has(order)
+        self._become(State.SERVING, "")
+        took_s = loop.time() - began_s
+        self._tell(
+            EngineStarted(
+                at_s=loop.time(),
+                engine=self.name,
+                hardware=self.hardware,
+                version=self._version,
+                took_s=took_s,
+                life=self.life,
+            )
+        )
+        self._wake.set()
+
+    async def _look_after(self) -> None:
+        await self._wake.wait()
+        self._wake.clear()
+        assert self._order is not None
+        if self.state is State.DOWN:
+            await self._bury(self.life, self.reason)
+        elif self.serves and self.applied != self._order.number:
+            await self._update(self._order)
+
+    async def _update(self, order: Order) -> None:
+        loop, life = asyncio.get_running_loop(), self.life
+        began_s = loop.time()
+        try:
+            async with asyncio.timeout(self._limits.update_s_max):
+                await self.engine.suspend()
+                await self.engine.update(order.weights)
+                await self.engine.resume()
+        except WORLD as error:
+            if self.serves:  # nobody has seen it die: it is ended, and starts with these weights
+                self.closed_life, self._inside_at_death = life, self.requests
+                self._become(State.DOWN, _words(error, "did not take its weights", self._limits.update_s_max))
+            await self._bury(life, self.reason)
+            return
+        if not self.serves:  # a request saw it die
+            await self._bury(life, self.reason)
+            return
+        self._has(order)
+        now_s = loop.time()
+        self._tell(EngineUpdated(at_s=now_s, engine=self.name, version=self._version, took_s=now_s - began_s))
+        self._changed()
+        self._wake.set()  # there may be newer ones
+
+    async def _bury(self, life: int, reason: str) -> None:
+        """After a death: end what is left of it, wait a while, and remove it if it died too often."""
+        now_s = asyncio.get_running_loop().time()
+        self._deaths.append(Death(now_s, life))
+        if self.state is not State.DOWN:
+            self._become(State.DOWN, reason)
+        recent = self._recent(now_s)
+        inside, self._inside_at_death = self._inside_at_death, 0
+        self._tell(EngineLost(at_s=now_s, engine=self.name, reason=reason, requests=inside, deaths=max(1, recent)))
+        await self.end()
+        await asyncio.sleep(min(BACKOFF_S * 2.0 ** max(0, recent - 1), BACKOFF_S_MAX))
+        # Only now: whoever was inside has said meanwhile whether it is to blame.
+        recent = self._recent(now_s)
+        if recent >= self._limits.deaths_max:
+            self._remove(f"died {recent} times within {self._limits.window_s:g} s; the last time: {reason}")
+
+    def _recent(self, now_s: float) -> int:
+        """Deaths within the window for which nobody else is to blame."""
+        begin_s = now_s - self._limits.window_s
+        self._deaths = [death for death in self._deaths if death.at_s > begin_s]
+        return sum(death.life not in self._forgiven for death in self._deaths)
+
+    async def end(self) -> None:
+        """Close the engine, if it lets itself be closed."""
+        with contextlib.suppress(*WORLD):
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await self.engine.close()
+
+    def _has(self, order: Order) -> None:
+        self.applied = order.number
+        self._version = order.weights.version
+
+    def _remove(self, reason: str) -> None:
+        self._become(State.REMOVED, reason)
+        self._tell(EngineRemoved(at_s=asyncio.get_running_loop().time(), engine=self.name, reason=reason))
+
+    def _become(self, state: State, reason: str) -> None:
+        assert state in TRANSITIONS[self.state], f"engine {self.name}: {self.state} cannot become {state}"
+        self.state, self.reason = state, reason
+        self._changed()
+
+
+def _words(error: BaseException, complaint: str, seconds_max: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"{complaint} within {seconds_max:g} s"
+    return f"{complaint}: {error}"

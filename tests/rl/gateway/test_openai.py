@@ -1,0 +1,417 @@
+"""The engine for servers of others, against real HTTP servers that speak each dialect, well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from tests.rl.gateway.conftest import STOP, a_request, weights
+from tests.rl.gateway.servers import ModelServer
+
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling
+from tangram.rl.engines.openai import SEED_BITS, OpenAIEngine, Unreachable, seed_of
+from tangram.rl.gateway import Gateway
+from tangram.rl.settings import EngineSettings
+
+DEADLINE_S = 60.0
+BOTH = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+ALL = pytest.mark.parametrize("dialect", ["vllm", "sglang", "plain"])
+
+
+def engine_at(url: str, dialect: str = "vllm", **options: Any) -> OpenAIEngine:
+    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url)
+    return OpenAIEngine(settings, **({"dialect": dialect, "silent_s_max": 20.0} | options))
+
+
+def with_server(
+    test: Callable[[ModelServer, OpenAIEngine], Awaitable[None]], dialect: str = "vllm", **options: Any
+) -> None:
+    async def main() -> None:
+        server_options = {key: options.pop(key) for key in ("control", "scaled") if key in options}
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect, **server_options) as server:
+            engine = engine_at(server.url, dialect, **options)
+            try:
+                await engine.start(weights())
+                await test(server, engine)
+            finally:
+                await engine.close()
+
+    asyncio.run(main())
+
+
+def tokens_of(server: ModelServer, request: Request) -> tuple[int, ...]:
+    first = len(request.tokens)
+    return tuple(server._token(first + number) for number in range(request.sampling.tokens_max))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+# ---- well ----
+
+
+@ALL
+def test_tokens_go_in_and_tokens_come_out(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens=6, tokens_max=5)
+        found = await engine.generate(request)
+        assert found.tokens == tokens_of(server, request)
+        assert found.logprobs == (-1.25,) * 5 and found.versions == (1,) * 5
+        assert (found.finish, found.engine, found.prefilled, found.reused) == ("length", "server", 3, 3)
+        path, body = server.calls[-1]
+        sent = body["input_ids"] if dialect == "sglang" else body["prompt"]
+        sampling = body["sampling_params"] if dialect == "sglang" else body
+        assert path == ("/generate" if dialect == "sglang" else "/v1/completions")
+        assert sent == list(request.tokens) and sampling["stop_token_ids"] == [STOP]
+        seed = sampling["sampling_seed"] if dialect == "sglang" else sampling["seed"]
+        assert seed == seed_of(request.noise, 6)
+        assert engine.statistics().decode_tokens == 5
+
+    with_server(test, dialect)
+
+
+def test_a_seed_is_made_of_all_of_the_noise_and_of_the_position() -> None:
+    noises = [Noise(seed=1), Noise(seed=2), Noise(seed=1, member=1), Noise(seed=1, attempt=1)]
+    seeds = [seed_of(noise, position) for noise in noises for position in (1, 2)]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 1 << SEED_BITS for seed in seeds)
+    assert seed_of(Noise(seed=1), 5) == seed_of(Noise(seed=1), 5)
+
+
+def test_an_action_ends_with_the_token_that_ends_it() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.stop_token = 3
+        found = await engine.generate(a_request(tokens_max=10))
+        assert (found.tokens[-1], len(found.tokens), found.finish) == (STOP, 3, "stop")
+        server.hides_stop = True
+        with pytest.raises(InvalidInput, match="also the token at which the server ends by itself"):
+            await engine.generate(a_request(tokens_max=10))
+
+    with_server(test)
+
+
+@BOTH
+def test_weights_change_in_the_middle_of_a_request(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert engine.trains and not engine.shortcoming
+        assert server.weights == "/weights/1"
+        request = a_request(tokens_max=20)
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: server.inside == 1)
+        await asyncio.sleep(0.05)
+        await engine.suspend()
+        await engine.update(weights(2))
+        await engine.resume()
+        found = await task
+        assert found.tokens == tokens_of(server, request)
+        assert server.weights == "/weights/2" and found.versions[-1] == 2
+        assert engine.statistics().version == 2
+        paths = [path for path, _ in server.calls]
+        if dialect == "vllm":
+            assert found.versions[0] == 1
+            assert paths[-4:] == [
+                "/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume",
+            ]  # fmt: skip
+        else:
+            assert paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.refuse_weights = True
+        with pytest.raises(ManagerError, match="no such file"):
+            await engine.update(weights(2))
+        assert engine.statistics().version == 1
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_whose_first_weights_cannot_be_had_does_not_start_and_is_not_left_suspended(dialect: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+            server.refuse_weights = True
+            engine = engine_at(server.url, dialect)
+            with pytest.raises(ManagerError, match="no such file"):
+                await engine.start(weights())
+            assert server._running.is_set()
+            server.refuse_weights = False
+            await engine.start(weights())
+            assert engine.trains
+            await engine.close()
+
+    asyncio.run(main())
+
+
+@ALL
+def test_cancelling_a_request_aborts_it_in_the_server(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens_max=5000)
+        other = asyncio.create_task(engine.generate(a_request(tokens_max=30)))
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: server.inside == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len((await other).tokens) == 30
+        await until(lambda: server.inside == 0)
+        if dialect == "sglang":
+            assert server.aborted == [request.id]
+        assert engine.statistics().active == 0
+
+    with_server(test, dialect)
+
+
+# ---- what it is good for ----
+
+
+@BOTH
+def test_a_server_without_control_serves_evaluation_and_says_why(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert not engine.trains
+        assert "takes no weights" in engine.shortcoming
+        await engine.suspend()
+        await engine.update(weights(2))
+        await engine.resume()
+        request = a_request()
+        assert (await engine.generate(request)).tokens == tokens_of(server, request)
+
+    with_server(test, dialect, control=False)
+
+
+def test_a_plain_server_serves_evaluation() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert not engine.trains and "no weights" in engine.shortcoming
+
+    with_server(test, "plain")
+
+
+@BOTH
+def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+            server.fault = "no logprobs"
+            engine = engine_at(server.url, dialect)
+            await engine.start(weights())
+            assert not engine.trains and engine.shortcoming == "it tells no log-probabilities"
+            found = await engine.generate(a_request(tokens_max=4))
+            assert len(found.tokens) == len(found.logprobs) == 4
+            await engine.close()
+
+    asyncio.run(main())
+
+
+@ALL
+def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+            server.fault = "text"
+            with pytest.raises(ManagerError, match="text without the ids of its tokens"):
+                await engine_at(server.url, dialect).start(weights())
+
+    asyncio.run(main())
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("temperature", "scaled", "trains"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
+)
+def test_log_probabilities_before_the_temperature_are_found_out(
+    dialect: str, temperature: float, scaled: bool, trains: bool
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert engine.trains is trains
+        assert ("before the temperature" in engine.shortcoming) is not trains
+
+    with_server(test, dialect, scaled=scaled, temperature=temperature)
+
+
+def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        sampling = Sampling(top_k=5, keep_ids=True)
+        request = Request(id="r", tokens=(1,), sampling=sampling, noise=Noise(seed=1))
+        with pytest.raises(InvalidInput, match="keep_ids"):
+            await engine.generate(request)
+
+    with_server(test)
+
+
+# ---- hostile and unlucky ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no logprobs", "tokens without log-probabilities"),
+        ("wrong counts", "1 tokens and 2 log-probabilities"),
+        ("wrong ids", "no ids of tokens"),
+        ("truncated", "half a line"),
+        ("dropped", "broke off|reached"),
+        ("no end", "before the end"),
+        ("silent", "said nothing"),
+        ("too many", "more than the 6 tokens"),
+        ("not json", "no sense"),
+        ("positive", "no log-probability: 0.5"),
+        ("null", "no log-probability: None"),
+        ("after the end", "more than the 6 tokens"),
+        ("error inside", "EngineDeadError"),
+        ("aborted", "ended by 'abort'"),
+        ("text", "without the ids"),
+    ],
+)
+def test_a_stream_that_goes_wrong_kills_the_engine_and_what_was_sound_survives(fault: str, words: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault = fault
+        request = a_request(tokens_max=6)
+        with pytest.raises(EngineDied, match=words) as died:
+            await engine.generate(request)
+        written = died.value.written.tokens if died.value.written is not None else ()
+        assert written == tokens_of(server, request)[: len(written)]
+        first = 0 if fault in ("text", "no logprobs") else 2
+        # What was in flight when a line broke may be lost with it.
+        assert len(written) >= first or fault == "dropped"
+        with pytest.raises(EngineDied, match="not connected"):
+            await engine.generate(a_request())
+        server.fault = ""
+        await engine.close()
+        await engine.start(weights(7))
+        assert (await engine.generate(a_request(tokens_max=2))).versions == (7, 7)
+
+    with_server(test, "vllm", silent_s_max=0.5 if fault == "silent" else 20.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no logprobs", "tokens without log-probabilities"),
+        ("wrong counts", "other tokens than it wrote"),
+        ("other tokens", "other tokens than it wrote"),
+        ("wrong ids", "no sense"),
+        ("truncated", "no sense"),
+        ("dropped", "reached|broke off"),
+        ("silent", "said nothing"),
+        ("too many", "more than the 6 tokens"),
+        ("not json", "no sense"),
+        ("positive", "no log-probability"),
+        ("null", "no log-probability"),
+        ("error inside", "no sense"),
+        ("aborted", "ended by 'abort'"),
+        ("text", "without the ids"),
+    ],
+)
+def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault = fault
+        with pytest.raises(EngineDied, match=words) as died:
+            await engine.generate(a_request(tokens_max=6))
+        assert died.value.written is None or fault == "aborted"
+
+    with_server(test, "sglang", silent_s_max=0.5 if fault == "silent" else 20.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, InvalidInput), (422, InvalidInput), (404, EngineDied), (500, EngineDied)]
+)
+def test_whose_fault_an_answer_is(status: int, error: type[Exception]) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status = status
+        with pytest.raises(error, match=f"{status}: as you like"):
+            await engine.generate(a_request())
+
+    with_server(test)
+
+
+def test_a_server_that_has_no_place_is_asked_again() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.busy = 1
+        request = a_request(tokens_max=2)
+        assert (await engine.generate(request)).tokens == tokens_of(server, request)
+
+    with_server(test)
+
+
+def test_silence_while_it_is_suspended_is_no_death() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens_max=10)
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: server.inside == 1)
+        await engine.suspend()
+        done, _ = await asyncio.wait({task}, timeout=2.0)  # longer than it may be silent
+        assert not done
+        await engine.resume()
+        assert (await task).tokens == tokens_of(server, request)
+
+    with_server(test, "vllm", silent_s_max=1.0)
+
+
+def test_a_server_that_is_not_there_is_unreachable() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await server.stop()
+        with pytest.raises(Unreachable, match="cannot be reached"):
+            await engine.generate(a_request())
+        with pytest.raises(ManagerError, match="cannot be reached"):
+            await engine_at(server.url).start(weights())
+
+    with_server(test)
+
+
+def test_closing_kills_what_is_inside_and_leaves_the_server() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        task = asyncio.create_task(engine.generate(a_request(tokens_max=5000)))
+        await until(lambda: server.inside == 1)
+        await engine.close()
+        with pytest.raises(EngineDied):
+            await task
+        await until(lambda: server.inside == 0)
+        await engine.start(weights())
+        assert len((await engine.generate(a_request(tokens_max=2))).tokens) == 2
+
+    with_server(test)
+
+
+def test_a_dialect_that_nobody_speaks_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="one of vllm, sglang, plain"):
+        engine_at("http://127.0.0.1:1", "esperanto")
+
+
+def test_one_table_describes_several_servers() -> None:
+    settings = EngineSettings(name="server", count=3, kind="openai", url="http://node-{number}:8000/")
+    engine = OpenAIEngine(settings, 2)
+    assert (engine.name, engine._url) == ("server-2", "http://node-2:8000")
+
+
+# ---- behind a gateway ----
+
+
+def test_behind_a_gateway_a_request_survives_its_server() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as first, ModelServer("vllm") as second:
+            engines = [
+                OpenAIEngine(EngineSettings(name=name, kind="openai", url=server.url), dialect="vllm")
+                for name, server in (("first", first), ("second", second))
+            ]
+            gateway = Gateway(engines)
+            await gateway.start(weights())
+            request = a_request(tokens_max=40)
+            task = asyncio.create_task(gateway.generate(request))
+            await until(lambda: first.inside == 1)
+            await asyncio.sleep(0.1)
+            first.fault = "dropped"
+            found = await task
+            assert found.tokens == tokens_of(first, request)
+            assert found.engine == "second" and gateway.statistics().resumed == 1
+            prompt = second.calls[-1][1]["prompt"]
+            assert len(prompt) > len(request.tokens) and prompt[len(request.tokens) :] == list(
+                found.tokens[: len(prompt) - len(request.tokens)]
+            )
+            await gateway.close()
+
+    asyncio.run(main())
