@@ -108,8 +108,8 @@ class TaskSettings(Table, frozen=True, kw_only=True):
     weight: Annotated[float, POSITIVE] = 1.0
     """Of all groups, how many are of this task, in proportion."""
     affinity: valid.Text = ""
-    """The class of hardware on which its tokens should be written; empty: `bandwidth`, where there are such engines, else
-    any."""
+    """The class of hardware on which its tokens should be written; empty: `bandwidth`, where there are such engines,
+    else any."""
     turns_max: valid.MaybeCount = None
     """Of an episode; what the task says, if it is not said here."""
     tokens_max: valid.MaybeCount = None
