@@ -105,6 +105,7 @@ def main() -> None:
         os.environ["TANGRAM_STATE"] = f"{directory}/state"
         shell = Shell(Path(directory))
         (shell.directory / "build").mkdir()
+        (shell.directory / "examples").symlink_to(ROOT / "examples")
         for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
             before = path.read_text(encoding="utf-8")
             after = renewed(before, shell)

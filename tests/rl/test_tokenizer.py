@@ -1,4 +1,4 @@
-"""The codec of a tokenizer: a chat is what the template makes of it, and nothing that was written is tokenised again."""
+"""The codec of a tokenizer: a chat is what the template makes of it, and what was written is not tokenised again."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tangram.errors import InvalidConfig, InvalidInput
 from tangram.rl.affinity import ANY, Binding, bind, compatible, first_choice, resolved, wanted
-from tangram.rl.engines.base import Engine, EngineDied, Generation, Request, Weights
+from tangram.rl.engines.base import Engine, EngineDied, EngineStatistics, Generation, Request, Weights
 from tangram.rl.engines.openai import Unreachable
 from tangram.rl.gateway_records import (
     CameBack,
@@ -327,6 +327,10 @@ class Gateway:
             fallbacks=dict(self._fallbacks),
             falling_back=tuple(self._fallen),
         )
+
+    def engine_statistics(self) -> tuple[EngineStatistics, ...]:
+        """Of those that serve."""
+        return tuple(keeper.engine.statistics() for keeper in self._keepers if keeper.serves)
 
     # ---- inside ----
 
