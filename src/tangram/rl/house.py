@@ -1,0 +1,66 @@
+"""What episodes share: those of one task, and those of one rollout.
+
+Owns the slots of a task. Everything else here is made by the rollout and only looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tangram.clock import Clock
+from tangram.rl.closings import Closings
+from tangram.rl.codec import Codec
+from tangram.rl.engines.base import Generation, Request, Sampling
+from tangram.rl.environments.base import Outside, Task
+from tangram.rl.records import Trajectory
+from tangram.rl.reward import Reward
+from tangram.rl.settings import TaskSettings
+from tangram.rl.turn_barrier import TurnBarrier
+
+if TYPE_CHECKING:
+    from tangram.rl.episode import Episode
+
+
+class Generates(Protocol):
+    """What writes the turns: a gateway, or one engine."""
+
+    async def generate(self, request: Request) -> Generation: ...
+
+
+class Slots:
+    """How many episodes of a task are open. `open` are those that may reset, `turns` those of them that may play."""
+
+    def __init__(self, concurrency: int, ahead: int) -> None:
+        self.open = asyncio.Semaphore(concurrency + ahead)
+        self.turns = asyncio.Semaphore(concurrency)
+
+
+class Arena(NamedTuple):
+    """What all episodes of a task share."""
+
+    settings: TaskSettings
+    make: Task
+    outside: Outside
+    turns_max: int
+    sampling: Sampling
+    reward: Reward
+    slots: Slots
+
+
+class House(NamedTuple):
+    """What all episodes of a rollout share."""
+
+    generator: Generates
+    codec: Codec
+    context_max: int
+    clock: Clock
+    began: float
+    closings: Closings
+    barrier: TurnBarrier | None
+    fresh: Callable[[Episode], bool] | None
+    """Whether what was begun so is still wanted: asked before each turn and after each generation."""
+    moved: Callable[[Episode, str], None]
+    """Told who is in another stage now, and in which he was; empty: none."""
+    ended: Callable[[Trajectory], None]

@@ -1,0 +1,372 @@
+"""The rollout: groups of episodes, each at its own pace, none waiting for another.
+
+    async with Rollout(settings, gateway, codec, client) as rollout:
+        batch = await rollout.collect(tickets(settings), groups=16)     # a batch, then a training step
+        async for group in rollout.stream(tickets(settings), in_flight=24): ...    # or without any barrier
+
+Owns every episode that is in play, the slots of each task and what the tasks share. A bad episode is a record, not a
+crash. What stops a rollout is a generator that cannot go on: then every episode ends as cancelled, with that cause, and
+whoever waits for a group gets the error. Promises that nothing is left of it outside `async with`: no request, no
+environment, no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from tangram.client.client import Client
+from tangram.clock import Clock, WallClock
+from tangram.errors import InvalidConfig, ManagerError
+from tangram.rl.band import Band
+from tangram.rl.closings import Closings
+from tangram.rl.codec import Codec
+from tangram.rl.engines.base import Sampling
+from tangram.rl.environments.base import Outside, Task
+from tangram.rl.environments.registry import resolve
+from tangram.rl.episode import WAITING, Episode
+from tangram.rl.flight import Flight
+from tangram.rl.house import Arena, Generates, House, Slots
+from tangram.rl.records import Ending, Group, Stage, Ticket, Trajectory
+from tangram.rl.reward import Reward, make_reward, settings_for
+from tangram.rl.settings import RolloutSettings, TaskSettings
+from tangram.rl.turn_barrier import TurnBarrier
+
+BARREN_MAX = 16
+"""Groups that may end without members one after another, or twice as many as are wanted, before `collect` gives up:
+what goes wrong then goes wrong always."""
+
+
+class Watches(Protocol):
+    """Is told what happens, as a progress bar is."""
+
+    def began(self, trajectory: str, task: str) -> None: ...
+
+    def stage(self, trajectory: str, stage: Stage) -> None: ...
+
+    def ended(self, trajectory: Trajectory) -> None: ...
+
+    def group(self, group: Group) -> None: ...
+
+
+class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    playing: dict[str, int]
+    """Episodes in each stage; those without a place are `waiting`."""
+    ended: dict[str, int]
+    """Episodes by ending."""
+
+
+class RolloutStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    tasks: dict[str, TaskStatistics]
+    closing: int
+    """Environments that are being closed."""
+    close_failed: int
+    """Environments that could not be closed."""
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch of groups."""
+
+    groups: tuple[Group, ...]
+    """Those to be trained on, in the order in which they ended."""
+    left_out: tuple[Group, ...] = ()
+    """Those that were dropped, or came too late."""
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+    def all(self) -> Iterator[Trajectory]:
+        for group in (*self.groups, *self.left_out):
+            yield from group.all()
+
+
+def tickets(settings: RolloutSettings, seed: int | None = None, first: int = 0) -> Iterator[Ticket]:
+    """Groups without end: of each task as many as its weight says, evenly mixed; the same for the same seed. `first`:
+    the number of the first, to go on where another stream was left."""
+    if not settings.tasks:
+        raise InvalidConfig("tasks", settings.tasks, "at least one task to be played")
+    seed = settings.seed if seed is None else seed
+    total = sum(task.weight for task in settings.tasks)
+    owed = {task.name: 0.0 for task in settings.tasks}
+    for number in count():
+        for task in settings.tasks:
+            owed[task.name] += task.weight / total
+        name = max(owed, key=lambda each: owed[each])
+        owed[name] -= 1.0
+        if number >= first:
+            yield Ticket(task=name, number=number, seed=random.Random(f"{seed}/{name}/{number}").getrandbits(31))
+
+
+class Rollout:
+    """Use it as `async with`, in one event loop."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        generator: Generates,
+        codec: Codec,
+        client: Client | None = None,
+        *,
+        fresh: Callable[[Episode], bool] | None = None,
+        on_end: Callable[[Trajectory], None] | None = None,
+        watch: Watches | None = None,
+        clock: Clock | None = None,
+        rewards: Mapping[str, Reward] | None = None,
+        barrier: bool = False,
+    ) -> None:
+        """`fresh`: whether what was begun so is still wanted, asked before each turn and after each generation.
+        `on_end`: told every trajectory that ends, once. `watch`: told of that and of all else that happens.
+        `rewards`: of tasks, in place of those of their settings. `barrier`: all episodes wait for each other at each
+        turn, as a rollout in batches of turns does."""
+        self.settings = settings
+        self._client = client
+        self._on_end = on_end
+        self._watch = watch
+        self._rewards = rewards or {}
+        clock = clock or WallClock()
+        self._house = House(
+            generator=generator,
+            codec=codec,
+            context_max=min(engine.context_max for engine in settings.engines),
+            clock=clock,
+            began=clock.now(),
+            closings=Closings(),
+            barrier=TurnBarrier() if barrier else None,
+            fresh=fresh,
+            moved=self._moved,
+            ended=self._ended,
+        )
+        self._arena_by_task: dict[str, Arena] = {}
+        self._playing: dict[str, Episode] = {}
+        self._flights: set[Flight] = set()
+        self._counts: dict[str, dict[str, int]] = {}
+        self._endings: dict[str, dict[str, int]] = {}
+        self._stack = AsyncExitStack()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._broken: Exception | None = None
+
+    # ---- its life ----
+
+    async def __aenter__(self) -> Self:
+        prepared: set[int] = set()
+        async with AsyncExitStack() as stack:
+            for settings in self.settings.tasks:
+                task = resolve(settings.environment or settings.name)
+                prepare = getattr(task, "prepare", None)
+                if prepare is not None and id(task) not in prepared:
+                    prepared.add(id(task))
+                    await stack.enter_async_context(prepare(self._client))
+                self._arena_by_task[settings.name] = self._arena(settings, task)
+            self._stack = stack.pop_all()
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._tasks is not None
+        tasks, self._tasks = self._tasks, None
+        self._stop("the rollout is over")
+        try:
+            await tasks.__aexit__(None, None, None)
+        finally:
+            try:
+                await self._house.closings.drain()
+            finally:
+                await self._stack.__aexit__(kind, error, trace)
+
+    def _arena(self, settings: TaskSettings, task: Task) -> Arena:
+        if settings.name in self._arena_by_task:
+            raise InvalidConfig("tasks", settings.name, "a name for each task of its own")
+        drawn = self.settings.sampling
+        self._counts[settings.name] = {}
+        self._endings[settings.name] = {}
+        return Arena(
+            settings=settings,
+            make=task,
+            outside=Outside(client=self._client, run=self.settings.run),
+            turns_max=settings.turns_max or task.turns_max,
+            sampling=Sampling(
+                temperature=drawn.temperature,
+                tokens_max=settings.tokens_max or task.tokens_max,
+                stop=self._house.codec.stop,
+                top_k=drawn.top_k,
+                top_p=drawn.top_p,
+                keep_ids=drawn.keep_ids,
+            ),
+            reward=self._rewards.get(settings.name) or make_reward(settings_for(task, settings.reward), self._client),
+            # Whoever is ahead under a barrier would wait for a place, and those who have it for him.
+            slots=Slots(settings.concurrency, 0 if self._house.barrier is not None else settings.reset_ahead),
+        )
+
+    # ---- playing ----
+
+    async def play(self, ticket: Ticket) -> Group:
+        """One group. Raises what a generator raised."""
+        async with self._flight((ticket,)) as flight:
+            flight.begin()
+            group = await flight.take()
+            assert group is not None
+            return group
+
+    async def collect(
+        self, tickets: Iterable[Ticket], groups: int, *, in_flight: int | None = None, extra: int | None = None
+    ) -> Collected:
+        """The first `groups` groups that end with members. `extra` (`groups_extra` of the settings, if it is not said)
+        are played besides, and what is not needed in the end is stopped. `in_flight`: at most so many at once. Fewer
+        come back if there are no more tickets. Raises what a generator raised, and ManagerError if too many groups end
+        without members."""
+        began_s, row = self._now(), 0
+        wanted = groups + (self.settings.groups.groups_extra if extra is None else extra)
+        kept: list[Group] = []
+        left_out: list[Group] = []
+        async with self._flight(tickets) as flight:
+            more = True
+            while len(kept) < groups:
+                at_once = min(wanted - len(kept), in_flight or wanted)
+                while more and flight.playing + flight.ready < at_once:
+                    more = flight.begin()
+                group = await flight.take()
+                if group is None:
+                    break
+                (kept if group.members else left_out).append(group)
+                row = 0 if group.members else row + 1
+                if row > max(BARREN_MAX, 2 * groups):
+                    raise ManagerError(f"{row} groups in a row ended without members; the last: {group.cause}")
+            flight.stop(Ending.CANCELLED, "enough other groups ended before it")
+            left_out += await flight.land()
+        return Collected(groups=tuple(kept), left_out=tuple(left_out), began_s=began_s, ended_s=self._now())
+
+    async def stream(
+        self, tickets: Iterable[Ticket], in_flight: int, *, ready_max: int | None = None
+    ) -> AsyncGenerator[Group, None]:
+        """Groups as they end, those without members too. When one ends another begins, as long as no more than
+        `ready_max` (`in_flight`, if it is not said) wait to be taken. Raises what a generator raised."""
+        flight = self._begin_flight(tickets)
+        limit = in_flight + (in_flight if ready_max is None else ready_max)
+        try:
+            more = True
+
+            def begin() -> None:
+                nonlocal more
+                while more and flight.playing < in_flight and flight.playing + flight.ready < limit:
+                    more = flight.begin()
+
+            flight.on_end = begin
+            while True:
+                begin()
+                group = await flight.take()
+                if group is None:
+                    return
+                yield group
+        finally:
+            self._end_flight(flight, "nobody takes its group")
+
+    def abort(
+        self, which: Callable[[Episode], bool] | Collection[str], ending: Ending = Ending.CANCELLED, cause: str = ""
+    ) -> int:
+        """Stops episodes, in engine and environment: those of which `which` says so, or of these ids. How many."""
+        chosen = [each for each in self._playing.values() if (which(each) if callable(which) else each.id in which)]
+        for episode in chosen:
+            episode.stop(ending, cause or f"aborted as {ending}")
+        return len(chosen)
+
+    def statistics(self) -> RolloutStatistics:
+        return RolloutStatistics(
+            tasks={
+                name: TaskStatistics(
+                    playing={stage: number for stage, number in self._counts[name].items() if number},
+                    ended=dict(self._endings[name]),
+                )
+                for name in self._arena_by_task
+            },
+            closing=len(self._house.closings),
+            close_failed=self._house.closings.failed,
+        )
+
+    # ---- what episodes tell ----
+
+    def _moved(self, episode: Episode, before: str) -> None:
+        counts = self._counts[episode.task]
+        if before:
+            counts[before] -= 1
+        if episode.stage:
+            counts[episode.stage] = counts.get(episode.stage, 0) + 1
+        if self._watch is None:
+            return
+        if not before:
+            self._watch.began(episode.id, episode.task)
+        elif episode.stage not in ("", WAITING):
+            self._watch.stage(episode.id, Stage(episode.stage))
+
+    def _ended(self, record: Trajectory) -> None:
+        del self._playing[record.id]
+        endings = self._endings[record.task]
+        endings[record.ending.value] = endings.get(record.ending.value, 0) + 1
+        if self._watch is not None:
+            self._watch.ended(record)
+        if self._on_end is not None:
+            self._on_end(record)
+
+    def _group_ended(self, group: Group) -> None:
+        if self._watch is not None:
+            self._watch.group(group)
+
+    # ---- bands ----
+
+    @asynccontextmanager
+    async def _flight(self, tickets: Iterable[Ticket]) -> AsyncIterator[Flight]:
+        flight = self._begin_flight(tickets)
+        try:
+            yield flight
+        finally:
+            self._end_flight(flight, "whoever wanted its group gave up")
+            await flight.land()
+
+    def _begin_flight(self, tickets: Iterable[Ticket]) -> Flight:
+        """Raises ManagerError."""
+        if self._broken is not None:
+            raise self._broken
+        if self._tasks is None:
+            raise ManagerError("the rollout is not open: use it as `async with Rollout(...) as rollout:`", retry=False)
+        flight = Flight(tickets, self._tasks, self._band, self._group_ended, self._broke)
+        self._flights.add(flight)
+        return flight
+
+    def _end_flight(self, flight: Flight, cause: str) -> None:
+        flight.on_end = None
+        flight.stop(Ending.CANCELLED, cause)
+        self._flights.discard(flight)
+
+    def _band(self, ticket: Ticket) -> Band:
+        if ticket.task not in self._arena_by_task:
+            known = ", ".join(self._arena_by_task)
+            raise InvalidConfig("task", ticket.task, f"one that the settings name: {known}")
+        if any(episode.group == ticket.group for episode in self._playing.values()):
+            raise InvalidConfig("ticket", ticket.group, "a number that no other group has: this one is being played")
+        return Band(ticket, self.settings.groups, self._episode, self._now)
+
+    def _episode(self, ticket: Ticket, member: int, attempt: int) -> Episode:
+        episode = Episode(self._house, self._arena_by_task[ticket.task], ticket, member, attempt)
+        assert episode.id not in self._playing, f"{episode.id} is being played"
+        self._playing[episode.id] = episode
+        return episode
+
+    def _broke(self, error: Exception) -> None:
+        """A generator cannot go on: nor can anybody here."""
+        if self._broken is None:
+            self._broken = error
+            self._stop(str(error))
+
+    def _stop(self, cause: str) -> None:
+        for flight in list(self._flights):
+            flight.stop(Ending.CANCELLED, cause)
+
+    def _now(self) -> float:
+        return self._house.clock.now() - self._house.began

@@ -1,0 +1,53 @@
+"""The tasks that come along, played by agents that write words in place of a policy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from tests.rl.rollout.world import run
+
+from tangram.clock import VirtualLoop
+from tangram.rl.codec import Words
+from tangram.rl.engines.base import Request, Weights
+from tangram.rl.engines.fake import FakeEngine, spoken
+from tangram.rl.environments.registry import resolve, words_of
+from tangram.rl.rollout import Collected, Rollout, tickets
+from tangram.rl.settings import GroupSettings, RolloutSettings, TaskSettings
+
+TASKS = ("frozenlake", "chain")
+
+
+def collected(agent: str) -> Collected:
+    configured = RolloutSettings(
+        groups=GroupSettings(size=2), tasks=tuple(TaskSettings(name=task) for task in TASKS)
+    )  # fmt: skip
+    codec = Words(words_of(TASKS))
+
+    def speak(request: Request) -> str:
+        """What the agent says to the last observation, which ends with the mark after which it is its turn."""
+        words = codec.action(request.tokens[:-1]).split()
+        last = len(words) - words[::-1].index(Words.ACT) if Words.ACT in words else 0
+        said = " ".join(words[last:])
+        return resolve(request.task).agents[agent](random.Random(request.id)).act(said)
+
+    async def playing() -> Collected:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        engine = FakeEngine(spoken(codec, speak), token_s=0.01)
+        await engine.start(Weights(version=0, folder="none"))
+        async with Rollout(configured, engine, codec, clock=loop.clock) as rollout:
+            return await rollout.collect(tickets(configured), 8)
+
+    return run(playing())
+
+
+@pytest.mark.parametrize("agent", ["random"])
+def test_built_in_tasks_are_played_to_their_end(agent: str) -> None:
+    batch = collected(agent)
+    assert len(batch.groups) == 8 and all(group.whole for group in batch.groups)
+    assert {group.task for group in batch.groups} == set(TASKS)
+    for group in batch.groups:
+        first = {each.turns[0].observation for each in group.members}
+        assert len(first) == 1, "members of a group begin alike"

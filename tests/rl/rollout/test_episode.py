@@ -1,0 +1,333 @@
+"""One trajectory: every way in which it can end, and that it ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, settings, ticket
+
+from tangram.clock import VirtualLoop
+from tangram.errors import ManagerError
+from tangram.rl.closings import CLOSE_S_MAX
+from tangram.rl.engines.base import Noise
+from tangram.rl.environments.base import Step
+from tangram.rl.episode import Episode
+from tangram.rl.records import Ending, Stage, Trajectory
+from tangram.rl.reward import Played, Score
+from tangram.rl.rollout import Rollout, RolloutStatistics
+
+GO = CODEC.written("go")
+LOOK = CODEC.observation("look", first=True)
+
+
+class Played1:
+    """A trajectory that was played alone, and what it left."""
+
+    def __init__(self, record: Trajectory, world: World, talker: Talker, statistics: RolloutStatistics) -> None:
+        self.record = record
+        self.world = world
+        self.talker = talker
+        self.statistics = statistics
+
+
+def play(
+    plan: Callable[[str, int], Plan] | Plan | None = None,
+    *,
+    talker: Talker | None = None,
+    reward: Any = None,
+    fresh: Callable[[Episode], bool] | None = None,
+    meanwhile: Callable[[Rollout, Talker], None] | None = None,
+    at_s: float = 0.0,
+    context_max: int = 256,
+    **task: Any,
+) -> Played1:
+    """`meanwhile` is called at `at_s`."""
+
+    async def playing() -> Played1:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        world, writes = World(plan), talker or Talker()
+        rollout = Rollout(
+            settings(context_max=context_max, **task),
+            writes,
+            CODEC,
+            fresh=fresh,
+            on_end=world.ended.append,
+            clock=loop.clock,
+            rewards={"scripted": reward} if reward else None,
+        )
+        async with rollout:
+            if meanwhile is not None:
+                loop.call_later(at_s, meanwhile, rollout, writes)
+            group = await rollout.play(ticket())
+        world.check(rollout)
+        assert writes.inside == {}
+        (record,) = group.all()
+        assert [record.id] == [each.id for each in world.ended]
+        return Played1(record, world, writes, rollout.statistics())
+
+    return run(playing())
+
+
+# ---- endings ----
+
+
+def test_finished_with_all_that_was_said_and_the_reward_of_the_environment() -> None:
+    record = play(Plan(turns=2, reset_s=0.5, step_s=0.25, reward=0.75)).record
+    assert (record.ending, record.reward, record.cause) == (Ending.FINISHED, 0.75, "")
+    assert record.tokens == (*LOOK, *GO, *LOOK, *GO)
+    assert record.is_action == (False, False, True, True) * 2
+    assert record.observation == "end"
+    assert [span.stage for span in record.spans] == [
+        Stage.RESET, Stage.GENERATE, Stage.STEP, Stage.GENERATE, Stage.STEP, Stage.REWARD,
+    ]  # fmt: skip
+    assert [round(span.ended_s - span.began_s, 3) for span in record.spans] == [0.5, 1.0, 0.25, 1.0, 0.25, 0.0]
+
+
+def test_each_request_continues_the_session_with_all_tokens_so_far() -> None:
+    asked = play(Plan(turns=2)).talker.asked
+    assert [request.tokens for request in asked] == [LOOK, (*LOOK, *GO, *LOOK)]
+    assert {request.session for request in asked} == {"scripted/0/0.0"}
+    assert {request.task for request in asked} == {"scripted"}
+    assert {request.noise for request in asked} == {Noise(seed=0, member=0, attempt=0)}
+    assert len({request.id for request in asked}) == 2
+    assert all(request.sampling.stop == CODEC.stop and request.sampling.tokens_max == 4 for request in asked)
+
+
+def test_truncated_after_its_turns_and_rewarded_all_the_same() -> None:
+    record = play(Plan(turns=5), turns_max=2, reward=Judge()).record
+    assert (record.ending, record.reward) == (Ending.TRUNCATED, 0.5)
+    assert len(record.turns) == 2 and record.observation == "look" and "2 turns" in record.cause
+
+
+def test_truncated_when_the_context_is_used_up() -> None:
+    """Five tokens: two read, two written, and one that is left takes no observation of two."""
+    record = play(Plan(turns=5), context_max=5, reward=Judge()).record
+    assert record.ending is Ending.TRUNCATED and len(record.turns) == 1 and "context of 5" in record.cause
+
+
+def test_the_last_turn_is_cut_to_the_room_that_is_left() -> None:
+    played = play(Plan(turns=5), context_max=7, reward=Judge())
+    assert [turn.cut for turn in played.record.turns] == [False, True]
+    assert [request.sampling.tokens_max for request in played.talker.asked] == [4, 1]
+
+
+def test_a_first_observation_without_room_for_an_answer_is_no_fault_of_the_agent() -> None:
+    played = play(context_max=2)
+    assert played.record.ending is Ending.ENV_FAILED and "no room" in played.record.cause
+    assert played.world.made == {"scripted/0/0.0": 1}, "another environment would say the same"
+
+
+@pytest.mark.parametrize("what", ["reset", "step"])
+def test_env_failed_when_every_environment_hangs(what: str) -> None:
+    played = play(Plan(hang=what), retries=2, reset_timeout_s=3.0, step_timeout_s=3.0)
+    assert played.record.ending is Ending.ENV_FAILED
+    assert played.record.cause == f"no answer to {what} within 3 s"
+    assert played.world.made == {"scripted/0/0.0": 3}
+    assert played.world.closed == 3
+
+
+@pytest.mark.parametrize("what", ["reset", "step"])
+def test_env_failed_when_every_environment_crashes(what: str) -> None:
+    played = play(Plan(fail=what), retries=1)
+    assert played.record.ending is Ending.ENV_FAILED
+    assert played.record.cause == f"{what} raised ConnectionResetError: {what}: connection lost"
+    assert played.world.made == {"scripted/0/0.0": 2}
+
+
+def test_env_failed_when_no_environment_can_be_made() -> None:
+    record = play(Plan(fail="make"), retries=1).record
+    assert (record.ending, record.cause) == (Ending.ENV_FAILED, "no environment: OSError: no room")
+
+
+def test_env_failed_names_the_word_that_the_policy_does_not_know() -> None:
+    played = play(Plan(says="look unheard"), retries=3)
+    assert played.record.ending is Ending.ENV_FAILED and "'unheard'" in played.record.cause
+    assert played.world.made == {"scripted/0/0.0": 1}, "another environment would say the same"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "done",
+        Step(observation=None),  # type: ignore[arg-type]
+        Step(observation="look", reward=None),  # type: ignore[arg-type]
+        Step(observation="look", metrics=None),  # type: ignore[arg-type]
+    ],
+)
+def test_env_failed_when_a_step_is_none(odd: object) -> None:
+    record = play(Plan(odd=odd)).record
+    assert record.ending is Ending.ENV_FAILED and "step gave no Step" in record.cause
+
+
+def test_an_environment_that_cancels_itself_failed() -> None:
+    record = play(Plan(cancels_itself=True), retries=0).record
+    assert (record.ending, record.cause) == (Ending.ENV_FAILED, "step cancelled itself")
+
+
+def test_reward_failed_is_no_reward_of_0() -> None:
+    record = play(reward=Judge(fails=lambda trajectory: True)).record
+    assert (record.ending, record.reward, record.cause) == (Ending.REWARD_FAILED, None, "the judge is not there")
+    assert len(record.turns) == 3
+
+
+class Odd:
+    """Rewards that are none."""
+
+    def __init__(self, reward: float | None) -> None:
+        self._reward = reward
+
+    async def score(self, played: Played) -> Score:
+        if self._reward is None:
+            raise ZeroDivisionError("division by zero")
+        return Score(value=self._reward)
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf])
+def test_a_reward_that_is_no_number_failed(reward: float | None) -> None:
+    record = play(reward=Odd(reward)).record
+    assert record.ending is Ending.REWARD_FAILED and record.cause
+
+
+def test_stale_before_a_turn_asks_for_no_more_tokens() -> None:
+    played = play(Plan(turns=5), fresh=lambda episode: len(episode.turns) < 2)
+    assert played.record.ending is Ending.STALE and len(played.record.turns) == 2
+    assert len(played.talker.asked) == 2 and played.world.closed == 1
+    assert played.record.cause == "its first token is of version 0"
+
+
+def test_freshness_is_counted_from_the_first_token() -> None:
+    seen = []
+
+    def fresh(episode: Episode) -> bool:
+        seen.append(episode.version_first)
+        return True
+
+    talker = Talker(version=3)
+    play(Plan(turns=2), talker=talker, fresh=fresh)
+    assert seen[:2] == [None, None] and set(seen[2:]) == {3}
+
+
+@pytest.mark.parametrize("ending", [Ending.STALE, Ending.CANCELLED])
+@pytest.mark.parametrize("at_s", [0.25, 1.0, 1.75, 4.5])
+def test_aborted_in_reset_generation_step_or_reward(ending: Ending, at_s: float) -> None:
+    """The reset takes half a second, each turn one and a half, the reward one."""
+
+    def abort(rollout: Rollout, talker: Talker) -> None:
+        assert rollout.abort(lambda episode: True, ending, "not needed") == 1
+
+    played = play(
+        Plan(turns=2, reset_s=0.5, step_s=0.5), reward=Judge(2.0), meanwhile=abort, at_s=at_s
+    )  # fmt: skip
+    assert (played.record.ending, played.record.cause) == (ending, "not needed")
+    assert played.record.spans[-1].failed == "not needed"
+    assert played.record.ended_s == pytest.approx(at_s, abs=1e-3)
+    assert played.talker.aborted == (["scripted/0/0.0/1"] if at_s == 1.0 else [])
+    assert played.world.closed == 1
+
+
+def test_aborted_by_its_id() -> None:
+    def abort(rollout: Rollout, talker: Talker) -> None:
+        assert rollout.abort(["scripted/1/0.0"]) == 0
+        assert rollout.abort({"scripted/0/0.0"}) == 1
+
+    assert play(meanwhile=abort, at_s=0.5).record.ending is Ending.CANCELLED
+
+
+def test_a_step_that_keeps_its_cancellation_to_itself_does_not_go_on() -> None:
+    def abort(rollout: Rollout, talker: Talker) -> None:
+        rollout.abort(lambda episode: True, Ending.STALE)
+
+    played = play(Plan(deaf=True, step_s=1.0), meanwhile=abort, at_s=1.5)
+    assert played.record.ending is Ending.STALE and len(played.talker.asked) == 1
+
+
+def test_a_hook_may_abort_the_episode_that_asks_it() -> None:
+    aborts: list[Rollout] = []
+
+    def fresh(episode: Episode) -> bool:
+        if len(episode.turns) == 1 and aborts:
+            aborts[0].abort([episode.id], Ending.CANCELLED, "by its own hook")
+        return True
+
+    record = play(fresh=fresh, meanwhile=lambda rollout, talker: aborts.append(rollout)).record
+    assert (record.ending, record.cause) == (Ending.CANCELLED, "by its own hook")
+
+
+# ---- retries ----
+
+
+@pytest.mark.parametrize("bad", [Plan(hang="step", at=1), Plan(fail="step", at=1), Plan(fail="reset")])
+def test_an_episode_begins_anew_with_another_environment_and_the_same_noise(bad: Plan) -> None:
+    played = play(lambda trajectory, number: bad if number == 0 else Plan(), step_timeout_s=3.0)
+    record = played.record
+    assert record.ending is Ending.FINISHED and len(record.turns) == 3
+    assert {request.noise.attempt for request in played.talker.asked} == {0}
+    assert played.talker.asked[-3].tokens == LOOK, "nothing of the first try is left"
+    assert [span.attempt for span in record.spans if span.stage is Stage.RESET] == [0, 1]
+    assert sum(bool(span.failed) for span in record.spans) == 1
+    assert len({request.id for request in played.talker.asked}) == len(played.talker.asked)
+
+
+def test_pauses_between_tries_grow() -> None:
+    spans = play(Plan(fail="reset"), retries=3, backoff_s=1.0).record.spans
+    pauses = [after.began_s - before.ended_s for before, after in itertools.pairwise(spans)]
+    assert len(pauses) == 3
+    assert all(0.5 * 2**n <= pause <= 2**n for n, pause in enumerate(pauses)), pauses
+
+
+def test_a_close_that_hangs_holds_up_nobody_and_is_counted() -> None:
+    played = play(Plan(hang="close", turns=1))
+    assert played.record.ending is Ending.FINISHED and played.record.ended_s == pytest.approx(1.0, abs=1e-3)
+    assert played.record.ended_s < CLOSE_S_MAX
+    assert played.statistics.close_failed == 1
+
+
+def test_a_close_that_raises_is_counted() -> None:
+    played = play(Plan(fail_close=True))
+    assert played.record.ending is Ending.FINISHED and played.statistics.close_failed == 1
+
+
+# ---- engines and waiting ----
+
+
+def test_an_engine_that_cannot_go_on_is_nobody_s_reward() -> None:
+    ended: list[Trajectory] = []
+
+    async def playing() -> None:
+        world, talker = World(), Talker()
+        async with Rollout(settings(), talker, CODEC, on_end=ended.append) as rollout:
+            asyncio.get_running_loop().call_later(1.5, talker.die)
+            with pytest.raises(ManagerError, match="no engine is left"):
+                await rollout.play(ticket())
+            with pytest.raises(ManagerError, match="no engine is left"):
+                await rollout.play(ticket(1))
+        world.check(rollout)
+
+    run(playing())
+    assert [(each.ending, each.cause) for each in ended] == [(Ending.CANCELLED, "no engine is left")]
+
+
+def test_waiting_in_an_engine_is_told_with_its_name() -> None:
+    record = play(talker=Talker(1.0, waiting_s=0.25)).record
+    spans = [span for span in record.spans if span.stage is Stage.GENERATE]
+    assert {(span.waiting_s, span.waited_for) for span in spans} == {(0.25, "talker")}
+
+
+def test_a_cancelled_caller_leaves_nothing_and_the_record_is_told() -> None:
+    async def playing() -> None:
+        world, talker = World(), Talker()
+        async with Rollout(settings(), talker, CODEC, on_end=world.ended.append) as rollout:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await rollout.play(ticket())
+            assert [each.ending for each in world.ended] == [Ending.CANCELLED]
+            assert talker.inside == {}
+        world.check(rollout)
+
+    run(playing())

@@ -1,0 +1,192 @@
+"""Groups: which members are kept, and what becomes of a group that loses some."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, settings, ticket
+
+from tangram.clock import VirtualLoop
+from tangram.rl.records import Ending, Group, Stage
+from tangram.rl.rollout import Rollout
+from tangram.rl.settings import GroupSettings
+
+
+def member_of(trajectory: str) -> int:
+    return int(trajectory.split("/")[-1].split(".")[0])
+
+
+def attempt_of(trajectory: str) -> int:
+    return int(trajectory.split(".")[-1])
+
+
+def play(
+    groups: GroupSettings,
+    plan: Callable[[str, int], Plan] | Plan | None = None,
+    *,
+    reward: Any = None,
+    meanwhile: Callable[[Rollout], object] | None = None,
+    at_s: float = 0.0,
+    **task: Any,
+) -> tuple[Group, World, Talker]:
+    async def playing() -> tuple[Group, World, Talker]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        world, talker = World(plan), Talker()
+        rewards = {"scripted": reward} if reward else None
+        configured = settings(groups=groups, retries=0, **task)
+        rollout = Rollout(configured, talker, CODEC, on_end=world.ended.append, clock=loop.clock, rewards=rewards)
+        async with rollout:
+            if meanwhile is not None:
+                loop.call_later(at_s, meanwhile, rollout)
+            group = await rollout.play(ticket())
+        world.check(rollout)
+        assert talker.inside == {}
+        assert sorted(each.id for each in group.all()) == sorted(each.id for each in world.ended)
+        return group, world, talker
+
+    return run(playing())
+
+
+def slow_by_member(trajectory: str, number: int) -> Plan:
+    return Plan(turns=2, step_s=1.0 + member_of(trajectory))
+
+
+def test_a_whole_group_has_its_members_in_order() -> None:
+    group, _, _ = play(GroupSettings(size=4), lambda trajectory, number: Plan(step_s=5.0 - member_of(trajectory)))
+    assert group.whole and group.cause == "" and group.left_out == ()
+    assert [each.member for each in group.members] == [0, 1, 2, 3]
+    assert {each.seed for each in group.members} == {0}
+
+
+def test_members_that_wait_for_their_siblings_say_so() -> None:
+    group, _, _ = play(GroupSettings(size=2), slow_by_member)
+    first, last = group.members
+    assert first.spans[-1].stage is Stage.BUFFER
+    assert first.spans[-1].waiting_s == pytest.approx(2.0, abs=1e-3)
+    assert last.spans[-1].stage is Stage.REWARD
+
+
+def test_the_first_that_end_are_kept_and_the_others_cancelled_everywhere() -> None:
+    group, world, talker = play(GroupSettings(size=2, members_extra=2), slow_by_member)
+    assert group.whole
+    assert [each.member for each in group.members] == [0, 1]
+    assert {(each.member, each.ending) for each in group.left_out} == {
+        (2, Ending.CANCELLED),
+        (3, Ending.CANCELLED),
+    }
+    assert all("enough others" in each.cause for each in group.left_out)
+    assert world.closed == 4
+    slowest = max(each.ended_s for each in group.members)
+    assert all(each.ended_s == pytest.approx(slowest, abs=1e-3) for each in group.left_out)
+    assert len(talker.asked) == 2 * 4
+
+
+def test_surplus_is_cancelled_in_the_engine() -> None:
+    """Both members end while the third is in its second generation."""
+    steps = {0: 1.0, 1: 1.0, 2: 2.5}
+
+    def plan(trajectory: str, number: int) -> Plan:
+        return Plan(turns=2, step_s=steps[member_of(trajectory)])
+
+    group, _, talker = play(GroupSettings(size=2, members_extra=1), plan)
+    assert group.whole and talker.aborted == ["scripted/0/2.0/2"]
+
+
+def test_extra_members_take_the_place_of_lost_ones() -> None:
+    group, _, _ = play(
+        GroupSettings(size=2, members_extra=1, on_loss="drop"),
+        lambda trajectory, number: Plan(fail="step" if member_of(trajectory) == 0 else ""),
+    )
+    assert group.whole and [each.member for each in group.members] == [1, 2]
+    assert [each.ending for each in group.left_out] == [Ending.ENV_FAILED]
+
+
+def test_refill_plays_a_lost_member_as_a_new_attempt() -> None:
+    group, _, talker = play(
+        GroupSettings(size=3),
+        lambda trajectory, number: Plan(fail="step" if trajectory in ("scripted/0/1.0", "scripted/0/1.1") else ""),
+    )
+    assert group.whole
+    assert [(each.member, each.attempt) for each in group.members] == [(0, 0), (1, 2), (2, 0)]
+    assert [each.id for each in group.left_out] == ["scripted/0/1.0", "scripted/0/1.1"]
+    noises = {(request.session, request.noise.member, request.noise.attempt) for request in talker.asked}
+    assert ("scripted/0/1.2", 1, 2) in noises
+
+
+def test_refill_covers_rewards_and_staleness_too() -> None:
+    judge = Judge(fails=lambda trajectory: trajectory == "scripted/0/0.0")
+
+    def abort(rollout: Rollout) -> None:
+        rollout.abort(["scripted/0/1.0"], Ending.STALE)
+
+    group, _, _ = play(GroupSettings(size=2), reward=judge, meanwhile=abort, at_s=0.5)
+    assert group.whole
+    assert {each.ending for each in group.left_out} == {Ending.REWARD_FAILED, Ending.STALE}
+
+
+def test_a_member_that_somebody_cancelled_is_not_played_again() -> None:
+    def abort(rollout: Rollout) -> None:
+        rollout.abort(["scripted/0/1.0"], Ending.CANCELLED)
+
+    group, world, _ = play(GroupSettings(size=3, size_min=2), meanwhile=abort, at_s=0.5)
+    assert len(group.members) == 2 and "cancelled" in group.cause
+    assert len(world.made) == 3
+
+
+@pytest.mark.parametrize(("size_min", "members"), [(1, 2), (2, 2), (3, 0)])
+def test_after_its_refills_a_group_is_closed_or_dropped(size_min: int, members: int) -> None:
+    group, world, _ = play(
+        GroupSettings(size=3, refills_max=2, size_min=size_min),
+        lambda trajectory, number: Plan(fail="reset" if member_of(trajectory) == 0 else ""),
+    )
+    assert len(group.members) == members and not group.whole
+    assert "env_failed" in group.cause
+    assert attempt_of(max(world.made)) in (0, 2) and len(world.made) == 5
+
+
+def test_close_keeps_those_that_are_there() -> None:
+    group, world, _ = play(
+        GroupSettings(size=3, on_loss="close"),
+        lambda trajectory, number: Plan(fail="step" if member_of(trajectory) == 0 else ""),
+    )
+    assert [each.member for each in group.members] == [1, 2] and group.wanted == 3
+    assert group.cause.startswith("scripted/0/0.0: env_failed")
+    assert len(world.made) == 3
+
+
+def test_close_gives_up_when_too_few_can_be_had() -> None:
+    group, _, _ = play(
+        GroupSettings(size=3, on_loss="close", size_min=3),
+        lambda trajectory, number: Plan(fail="reset" if member_of(trajectory) == 0 else "", turns=8),
+    )
+    assert group.members == ()
+    assert {each.ending for each in group.left_out} == {Ending.ENV_FAILED, Ending.CANCELLED}
+
+
+def test_drop_stops_the_whole_group_at_the_first_loss() -> None:
+    def plan(trajectory: str, number: int) -> Plan:
+        member = member_of(trajectory)
+        return Plan(turns=1, step_s=member, fail="step" if member == 1 else "")
+
+    group, world, _ = play(GroupSettings(size=3, on_loss="drop"), plan)
+    assert group.members == () and not group.whole
+    endings = {each.member: each.ending for each in group.left_out}
+    assert endings == {0: Ending.FINISHED, 1: Ending.ENV_FAILED, 2: Ending.CANCELLED}
+    assert world.closed == 3
+
+
+def test_a_hung_environment_delays_only_itself() -> None:
+    """Its siblings end when they would have ended without it."""
+    group, world, _ = play(
+        GroupSettings(size=3, on_loss="close"),
+        lambda trajectory, number: Plan(hang="step" if member_of(trajectory) == 0 else ""),
+        step_timeout_s=100.0,
+    )
+    ends = {each.member: each.ended_s for each in world.ended}
+    assert ends[1] == ends[2] == pytest.approx(3.0, abs=1e-3)
+    assert ends[0] == pytest.approx(101.0, abs=1e-3)
+    assert len(group.members) == 2

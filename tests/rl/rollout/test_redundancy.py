@@ -1,0 +1,101 @@
+"""What redundancy costs and prefers, from records alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings
+
+from tangram.clock import VirtualLoop
+from tangram.rl.records import Ending, Group, Span, Stage, Trajectory, Turn
+from tangram.rl.redundancy import report
+from tangram.rl.rollout import Collected, Rollout, tickets
+from tangram.rl.settings import GroupSettings
+
+
+def record(
+    member: int, ending: Ending, tokens: int, *, task: str = "t", reward: float | None = None, stage_s: float = 1.0
+) -> Trajectory:
+    turn = Turn(
+        observation="", observation_tokens=(1,), action="", tokens=(2,) * tokens, logprobs=(0.0,) * tokens,
+        versions=(0,) * tokens,
+    )  # fmt: skip
+    spans = tuple(
+        Span(stage=stage, began_s=0.0, ended_s=2.0 * stage_s, waiting_s=stage_s)
+        for stage in (Stage.RESET, Stage.GENERATE, Stage.STEP, Stage.REWARD)
+    )
+    return Trajectory(
+        id=f"{task}/0/{member}.0", task=task, group=f"{task}/0", member=member, attempt=0, seed=0, turns=(turn,),
+        ending=ending, reward=reward, spans=spans,
+    )  # fmt: skip
+
+
+def group(*members: Trajectory, left_out: tuple[Trajectory, ...] = (), task: str = "t") -> Group:
+    return Group(id=f"{task}/0", task=task, seed=0, members=members, left_out=left_out, wanted=len(members))
+
+
+def test_waste_is_the_share_of_what_was_done_in_vain() -> None:
+    kept = record(0, Ending.FINISHED, 6, reward=1.0)
+    vain = (
+        record(1, Ending.CANCELLED, 2),
+        record(2, Ending.FINISHED, 1, reward=0.0),
+        record(3, Ending.STALE, 1, stage_s=2.0),
+    )
+    fates = report([group(kept, left_out=vain)]).all
+    assert fates.waste.tokens == pytest.approx(0.4)
+    assert fates.waste.environment_s == pytest.approx(8.0 / 10.0)
+    assert fates.waste.engine_s == pytest.approx(4.0 / 5.0)
+    assert (fates.kept.trajectories, fates.cancelled.trajectories) == (1, 1)
+    assert (fates.surplus.trajectories, fates.failed.trajectories) == (1, 1)
+
+
+def test_kept_stands_beside_cancelled_for_each_task_and_for_all() -> None:
+    found = report(
+        [
+            group(
+                record(0, Ending.FINISHED, 2, reward=1.0),
+                record(1, Ending.TRUNCATED, 4, reward=0.0),
+                left_out=(record(2, Ending.CANCELLED, 9),),
+            ),
+            group(record(0, Ending.FINISHED, 10, reward=1.0, task="u"), task="u"),
+        ]
+    )
+    assert found.selection == "first"
+    t, u = found.tasks["t"], found.tasks["u"]
+    assert (t.kept.tokens_mean, t.cancelled.tokens_mean) == (3.0, 9.0)
+    assert (t.kept.reward_mean, t.cancelled.reward_mean) == (0.5, None)
+    assert u.waste.tokens == 0.0 and u.cancelled.tokens_mean is None
+    assert found.all.kept.trajectories == 3
+    lines = "\n".join(found.lines())
+    assert "t: in vain 60.0% of tokens" in lines and "cancelled      1 trajectories" in lines and "all:" in lines
+
+
+def test_a_whole_group_that_came_too_late_is_surplus() -> None:
+    late = group(record(0, Ending.FINISHED, 3, reward=1.0))
+    found = report([group(record(0, Ending.FINISHED, 1, reward=1.0))], [late]).all
+    assert (found.kept.tokens, found.surplus.tokens, found.waste.tokens) == (1, 3, 0.75)
+
+
+def test_nothing_played_is_nothing_wasted() -> None:
+    assert report([]).all.waste.tokens == 0.0
+    assert report([]).lines() == []
+
+
+def test_the_first_to_end_are_the_short_ones_and_the_report_says_so() -> None:
+    """Members differ in their turns alone: those that are kept have fewer than those that are cancelled had."""
+
+    async def playing() -> Collected:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        World(lambda trajectory, number: Plan(turns=1 + 3 * int(trajectory.split("/")[-1].split(".")[0])))
+        configured = settings(groups=GroupSettings(size=2, members_extra=2, groups_extra=1))
+        async with Rollout(configured, Talker(), CODEC, clock=loop.clock) as rollout:
+            return await rollout.collect(tickets(configured), 2)
+
+    batch = run(playing())
+    found = report(batch.groups, batch.left_out).all
+    assert found.kept.trajectories == 4
+    assert found.kept.turns_mean == 2.5
+    assert found.cancelled.turns_mean is not None and found.cancelled.turns_mean > 2.5
+    assert 0.0 < found.waste.engine_s < 1.0

@@ -1,0 +1,174 @@
+"""Who cancels whom: an episode that is stopped takes nothing along, and a task that is cancelled is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.rl.rollout.world import CODEC, PATH, Plan, Scripted, Talker, World, run, ticket
+
+from tangram.clock import VirtualLoop
+from tangram.rl.band import Band
+from tangram.rl.closings import Closings
+from tangram.rl.engines.base import Sampling
+from tangram.rl.environments.base import Outside
+from tangram.rl.episode import Episode
+from tangram.rl.house import Arena, House, Slots
+from tangram.rl.records import Ending, Ticket
+from tangram.rl.reward import EnvironmentReward
+from tangram.rl.settings import GroupSettings, TaskSettings
+
+
+class Stage:
+    """An episode without a rollout around it, in the task of the test."""
+
+    def __init__(self, plan: Plan | None = None, fresh: Callable[[Episode], bool] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.world = World(plan)
+        self.talker = Talker()
+        self.closings = Closings()
+        self.house = House(
+            generator=self.talker,
+            codec=CODEC,
+            context_max=256,
+            clock=loop.clock,
+            began=0.0,
+            closings=self.closings,
+            barrier=None,
+            fresh=fresh,
+            moved=lambda episode, before: None,
+            ended=self.world.ended.append,
+        )
+        self.arena = Arena(
+            settings=TaskSettings(name="scripted", environment=PATH, retries=0),
+            make=Scripted,
+            outside=Outside(),
+            turns_max=8,
+            sampling=Sampling(tokens_max=4, stop=CODEC.stop),
+            reward=EnvironmentReward(),
+            slots=Slots(2, 0),
+        )
+
+    def episode(self, of: Ticket | None = None, member: int = 0, attempt: int = 0) -> Episode:
+        return Episode(self.house, self.arena, of or ticket(), member, attempt)
+
+    async def over(self) -> None:
+        await self.closings.drain()
+        self.world.check()
+        assert self.talker.inside == {}
+
+
+def on_stage(doing: Callable[[], Any]) -> None:
+    run(doing())
+
+
+def test_a_stopped_episode_leaves_its_task_as_it_was() -> None:
+    async def playing() -> None:
+        stage = Stage()
+        episode = stage.episode()
+        asyncio.get_running_loop().call_later(1.5, episode.stop, Ending.STALE, "old")
+        record = await episode.play()
+        assert (record.ending, record.cause) == (Ending.STALE, "old")
+        await asyncio.sleep(1.0)
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_a_stop_that_comes_too_late_to_be_felt_is_not_felt_later() -> None:
+    """The hook stops it in the very moment in which it would have ended."""
+
+    async def playing() -> None:
+        def fresh(episode: Episode) -> bool:
+            if len(episode.turns) == 3:
+                episode.stop(Ending.CANCELLED, "in the last moment")
+            return True
+
+        stage = Stage(Plan(turns=3), fresh)
+        record = await stage.episode().play()
+        assert record.ending is Ending.CANCELLED
+        await asyncio.sleep(1.0)
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_a_task_that_is_cancelled_while_its_episode_is_stopped_is_cancelled() -> None:
+    async def playing() -> None:
+        stage = Stage()
+        episode = stage.episode()
+        task = asyncio.create_task(episode.play())
+        await asyncio.sleep(1.5)
+        episode.stop(Ending.STALE, "old")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [each.ending for each in stage.world.ended] == [Ending.STALE]
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_a_cancellation_that_an_environment_keeps_to_itself_is_felt_after_it() -> None:
+    async def playing() -> None:
+        stage = Stage(Plan(turns=5, step_s=1.0, deaf=True))
+        task = asyncio.create_task(stage.episode().play())
+        await asyncio.sleep(1.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(stage.talker.asked) == 1
+        assert [each.ending for each in stage.world.ended] == [Ending.CANCELLED]
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_an_episode_that_is_stopped_before_it_begins_opens_nothing() -> None:
+    async def playing() -> None:
+        stage = Stage()
+        episode = stage.episode()
+        episode.stop(Ending.CANCELLED, "not needed")
+        record = await episode.play()
+        assert (record.ending, record.spans, stage.world.made) == (Ending.CANCELLED, (), {})
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_members_whose_tasks_never_began_end_as_well() -> None:
+    """All fail at once, and are to be played again at the moment in which the band is cancelled."""
+
+    async def playing() -> None:
+        stage = Stage(Plan(fail="make"))
+        band = Band(ticket(), GroupSettings(size=3), stage.episode, lambda: 0.0)
+        task = asyncio.create_task(band.play())
+        asyncio.get_running_loop().call_soon(task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [each.ending for each in stage.world.ended] == [Ending.ENV_FAILED] * 3 + [Ending.CANCELLED] * 3
+        assert {each.attempt for each in stage.world.ended[3:]} == {1}
+        await stage.over()
+
+    on_stage(playing)
+
+
+def test_closing_goes_on_when_whoever_waits_for_it_is_cancelled() -> None:
+    async def playing() -> None:
+        stage = Stage(Plan(close_s=2.0))
+        await stage.episode().play()
+        assert len(stage.closings) == 1
+        waiting = asyncio.create_task(stage.closings.drain())
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert len(stage.closings) == 0 and stage.closings.failed == 0
+        await stage.over()
+
+    on_stage(playing)
