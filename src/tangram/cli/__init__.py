@@ -20,6 +20,7 @@ from tangram.cli import (
     plan,
     pool,
     rl,
+    rl_rollout,
     rl_tasks,
     run,
     serve,
@@ -110,6 +111,7 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
 app.add_typer(rl.app, name="rl")
+rl.app.command("rollout", epilog=rl_rollout.EXAMPLES)(rl_rollout.rollout)
 rl.app.command("check", epilog=rl_tasks.CHECK)(rl_tasks.check)
 rl.app.command("profile", epilog=rl_tasks.PROFILE)(rl_tasks.profile)
 rl.app.command("hardware", epilog=rl_tasks.HARDWARE)(rl_tasks.hardware)

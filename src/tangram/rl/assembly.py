@@ -30,7 +30,7 @@ from tangram.rl.environments.sharing import Progress, acts_outside, needs_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.gateway_records import Event
 from tangram.rl.records import Trajectory
-from tangram.rl.rollout import Rollout
+from tangram.rl.rollout import Rollout, Watches
 from tangram.rl.settings import EngineSettings, OutsideSettings, RolloutSettings
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ async def assembled(
     *,
     client: Client | None = None,
     on_end: Callable[[Trajectory], None] | None = None,
+    watch: Watches | None = None,
     on_event: Callable[[Event], None] | None = None,
     progress: Progress | None = None,
 ) -> AsyncIterator[Assembled]:
@@ -75,7 +76,7 @@ async def assembled(
         gateway = Gateway(engines_of(settings), affinity=affinity_of(settings), on_event=on_event)
         stack.push_async_callback(gateway.close)
         await gateway.start(weights)
-        rollout = await stack.enter_async_context(Rollout(settings, gateway, codec, client, on_end=on_end))
+        rollout = await stack.enter_async_context(Rollout(settings, gateway, codec, client, on_end=on_end, watch=watch))
         yield Assembled(
             settings=settings, codec=codec, client=client, gateway=gateway, rollout=rollout, weights=weights,
             folder=folder,

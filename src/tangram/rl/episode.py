@@ -223,8 +223,8 @@ class Episode:
         self._hear(await self._reset())
         while not self._done:
             room = self._house.context_max - len(self._tokens) - len(self._heard)
-            if len(self.turns) == self._arena.turns_max:
-                self._cut = f"it used up its {self._arena.turns_max} turns"
+            if len(self.turns) >= self._limit("turns_max"):
+                self._cut = f"it used up its {self._limit('turns_max')} turns"
                 return
             if room < 1:
                 self._cut = f"it used up its context of {self._house.context_max} tokens"
@@ -323,6 +323,12 @@ class Episode:
                 raise EnvironmentFailed(f"no answer to {what} within {timeout_s:g} s") from error
             raise EnvironmentFailed(f"{what} raised {_words(error)}") from error
 
+    def _limit(self, name: str) -> int:
+        """What the settings say, else the environment, whose options may change what its task says."""
+        said: int | None = getattr(self._arena.settings, name)
+        found: int = said or getattr(self._environment, name, None) or getattr(self._arena.make, name)
+        return found
+
     def _drop_environment(self) -> None:
         if self._environment is not None:
             self._house.closings.close(self._environment, self.id)
@@ -337,9 +343,8 @@ class Episode:
             await self._meet(doing, "the slowest environment")
             self._require_wanted()
             self._requests += 1
-            sampling = arena.sampling
-            if room < sampling.tokens_max:
-                sampling = msgspec.structs.replace(sampling, tokens_max=room)
+            tokens_max = min(room, self._limit("tokens_max"))
+            sampling = msgspec.structs.replace(arena.sampling, tokens_max=tokens_max)
             request = Request(
                 id=f"{self.id}/{self._requests}",
                 session=self.id,

@@ -43,7 +43,6 @@ class Arena(NamedTuple):
     settings: TaskSettings
     make: Task
     outside: Outside
-    turns_max: int
     sampling: Sampling
     reward: Reward
     slots: Slots

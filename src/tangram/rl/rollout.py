@@ -31,6 +31,7 @@ from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Sampling
 from tangram.rl.environments.base import Outside, Task
 from tangram.rl.environments.registry import resolve
+from tangram.rl.environments.sharing import prepared
 from tangram.rl.episode import WAITING, Episode
 from tangram.rl.flight import Flight
 from tangram.rl.house import Arena, Generates, House, Slots
@@ -154,14 +155,10 @@ class Rollout:
     # ---- its life ----
 
     async def __aenter__(self) -> Self:
-        prepared: set[int] = set()
+        tasks = [resolve(settings.environment or settings.name) for settings in self.settings.tasks]
         async with AsyncExitStack() as stack:
-            for settings in self.settings.tasks:
-                task = resolve(settings.environment or settings.name)
-                prepare = getattr(task, "prepare", None)
-                if prepare is not None and id(task) not in prepared:
-                    prepared.add(id(task))
-                    await stack.enter_async_context(prepare(self._client))
+            await stack.enter_async_context(prepared(tasks, self._client))
+            for settings, task in zip(self.settings.tasks, tasks, strict=True):
                 self._arena_by_task[settings.name] = self._arena(settings, task)
             self._stack = stack.pop_all()
         self._tasks = await asyncio.TaskGroup().__aenter__()
@@ -191,10 +188,8 @@ class Rollout:
             settings=settings,
             make=task,
             outside=Outside(client=self._client, run=self.settings.run),
-            turns_max=settings.turns_max or task.turns_max,
             sampling=Sampling(
                 temperature=drawn.temperature,
-                tokens_max=settings.tokens_max or task.tokens_max,
                 stop=self._house.codec.stop,
                 top_k=drawn.top_k,
                 top_p=drawn.top_p,

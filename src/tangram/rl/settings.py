@@ -145,7 +145,7 @@ class GroupSettings(Table, frozen=True, kw_only=True):
     are `size_min`; or it is dropped whole."""
     refills_max: valid.CountOr0 = 16
     """Of one group; after these it is closed or dropped as `size_min` says."""
-    size_min: valid.Count = 2
+    size_min: valid.Count = 1
     """Members with which a group may be closed."""
 
     def together(self) -> None:

@@ -46,7 +46,6 @@ class Stage:
             settings=TaskSettings(name="scripted", environment=PATH, retries=0),
             make=Scripted,
             outside=Outside(),
-            turns_max=8,
             sampling=Sampling(tokens_max=4, stop=CODEC.stop),
             reward=EnvironmentReward(),
             slots=Slots(2, 0),

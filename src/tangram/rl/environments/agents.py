@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
@@ -22,6 +21,7 @@ import msgspec
 from tangram.errors import InvalidConfig
 from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task
 from tangram.rl.environments.registry import path_of, resolve
+from tangram.rl.environments.sharing import prepared
 
 CALL_TIMEOUT_S = 120.0
 """Of one reset, step or close: a sandbox starts within seconds, so this is a hang."""
@@ -130,7 +130,7 @@ async def play(
     player = agent_of(task, agent, seed) if isinstance(agent, str) else agent
     if not is_environment(task):
         outside = outside or Outside()
-        async with prepared(task, outside):
+        async with prepared([cast(Task, task)], outside.client):
             environment = cast(Task, task)(outside, **(options or {}))
             limit = turns_max or turns_of(task, environment)
             episode = await play(environment, player, seed, turns_max=limit, timeout_s=timeout_s)
@@ -176,20 +176,11 @@ async def demonstrations(
         return msgspec.structs.replace(episode, task=path_of(task), agent=agent)
 
     try:
-        async with prepared(task, outside), asyncio.TaskGroup() as group:
+        async with prepared([task], outside.client), asyncio.TaskGroup() as group:
             played = [group.create_task(one(seed)) for seed in seeds]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [each.result() for each in played]
-
-
-@asynccontextmanager
-async def prepared(task: object, outside: Outside) -> AsyncIterator[None]:
-    """What all episodes of a task share, such as a server, is there inside. A task has it as `prepare`, which takes the
-    client; most have none."""
-    prepare = getattr(task, "prepare", None)
-    async with prepare(outside.client) if prepare is not None else nullcontext():
-        yield
 
 
 def agent_of(task: object, name: str, seed: int) -> Agent:

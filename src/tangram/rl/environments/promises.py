@@ -21,6 +21,7 @@ from tangram.rl.environments import agents
 from tangram.rl.environments.agents import Episode, RandomAgent, ScriptedAgent, shown
 from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task
 from tangram.rl.environments.registry import missing_of, path_of
+from tangram.rl.environments.sharing import prepared
 
 REPEATED = 5
 """Episodes that are played again, or two at once."""
@@ -96,7 +97,7 @@ class Checking:
             raise Broken("reward_range = (least, most)", f"({low}, {high})", "write the range that an episode may pay")
 
     async def plays(self) -> None:
-        await self.stack.enter_async_context(agents.prepared(self._task, self._outside))
+        await self.stack.enter_async_context(prepared([self._task], self._outside.client))
         for name in self._task.agents or ("chance",):
             self._played[name] = []
             for seed in self._seeds:

@@ -1,0 +1,183 @@
+"""`tangram rl rollout`: play the tasks of a config with its policy, and keep every trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tangram.cli import options, show
+from tangram.cli.options import Json
+from tangram.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from tangram.rl.assembly import Assembled
+    from tangram.rl.gateway_records import Event
+    from tangram.rl.progress import RolloutProgress
+    from tangram.rl.rollout import Collected
+    from tangram.rl.settings import RolloutSettings
+
+LOOK_S = 0.5
+"""Between two looks at the engines, for the live view."""
+
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram rl rollout examples/rollout.toml
+
+tangram rl rollout examples/rollout.toml --explain  [dim]# which engine serves which task; nothing is started[/dim]
+
+tangram rl rollout examples/rollout.toml --groups 64 --out rollout.jsonl
+
+tangram rl show rollout.jsonl
+"""
+
+
+def rollout(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: engines, tasks, groups.")],
+    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups to be played.")] = 16,
+    in_flight: Annotated[
+        int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups at once. Default: all of them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Instead of that of the config.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which engines would serve which task and why, and start nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Play the tasks of a config, each trajectory at its own pace, and say how they ended.
+
+    No trainer is involved: this is for trying environments, engines and rewards, for evaluation, and for data.
+    """
+    import msgspec
+
+    from tangram.config.reading import load_as
+    from tangram.rl.affinity import explain as explained
+    from tangram.rl.assembly import tasks_of
+    from tangram.rl.settings import RolloutSettings
+
+    settings = load_as(RolloutSettings, config)
+    if seed is not None:
+        settings = msgspec.structs.replace(settings, seed=seed)
+    tasks_of(settings)
+    binding = explained(settings)
+    if explain:
+        if as_json:
+            show.as_json(msgspec.to_builtins(binding))
+        else:
+            typer.echo("\n".join(binding.lines()))
+        return
+    if out is not None:
+        options.output_files(out=out)
+        if out.exists() and out.stat().st_size:
+            raise InvalidConfig("out", str(out), "a file that is not there yet")
+    collected = asyncio.run(_play(settings, groups, in_flight, out, quiet=quiet or as_json))
+    if as_json:
+        show.as_json(_summary(collected))
+    else:
+        _print(_summary(collected), out)
+
+
+async def _play(
+    settings: RolloutSettings, groups: int, in_flight: int | None, out: Path | None, *, quiet: bool
+) -> Collected:
+    from contextlib import AsyncExitStack
+
+    from tangram.rl.assembly import assembled, codec_of, tasks_of
+    from tangram.rl.codec import Words
+    from tangram.rl.progress import RolloutProgress
+    from tangram.rl.rollout import tickets
+    from tangram.rl.trajectory_log import GroupClosing, TrajectoryLog, engine_event
+
+    codec = codec_of(settings, tasks_of(settings))
+    since = asyncio.get_running_loop().time()
+    async with AsyncExitStack() as stack:
+        log = None
+        if out is not None:
+            words = codec.words if isinstance(codec, Words) else ()
+            log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words))
+
+        def happened(event: Event) -> None:
+            if log is not None:
+                log.append(engine_event(event, since=since))
+
+        progress = RolloutProgress(groups, quiet=quiet)
+        with show.progress("starting", "steps") as tell:
+            made = await stack.enter_async_context(
+                assembled(
+                    settings,
+                    on_end=log.append if log is not None else None,
+                    watch=progress,
+                    on_event=happened,
+                    progress=lambda share, words: tell(round(100 * share), 100) if tell is not None else None,
+                )
+            )
+        stack.enter_context(progress)
+        looking = asyncio.create_task(_look(made, progress))
+        try:
+            collected = await made.rollout.collect(tickets(settings), groups, in_flight=in_flight)
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        if log is not None:
+            for group in (*collected.groups, *collected.left_out):
+                log.append(GroupClosing.of(group, collected.ended_s))
+    return collected
+
+
+async def _look(made: Assembled, progress: RolloutProgress) -> None:
+    while True:
+        progress.engines(made.gateway.engine_statistics())
+        await asyncio.sleep(LOOK_S)
+
+
+# ---- what is said at the end ----------------------------------------------------------------------------------------
+
+
+def _summary(collected: Collected) -> dict[str, Any]:
+    import msgspec
+
+    from tangram.rl.redundancy import report
+
+    tasks: dict[str, dict[str, Any]] = {}
+    rewards: dict[str, list[float]] = {}
+    for trajectory in collected.all():
+        row = tasks.setdefault(trajectory.task, {"trajectories": 0, "turns": 0, "tokens": 0, "endings": {}})
+        row["trajectories"] += 1
+        row["turns"] += len(trajectory.turns)
+        row["tokens"] += len(trajectory.logprobs)
+        row["endings"][trajectory.ending.value] = row["endings"].get(trajectory.ending.value, 0) + 1
+        if trajectory.reward is not None:
+            rewards.setdefault(trajectory.task, []).append(trajectory.reward)
+    for name, row in tasks.items():
+        row["reward_mean"] = statistics.fmean(rewards[name]) if name in rewards else None
+    return {
+        "seconds": collected.ended_s - collected.began_s,
+        "groups": len(collected.groups),
+        "groups_left_out": len(collected.left_out),
+        "tasks": tasks,
+        "redundancy": msgspec.to_builtins(report(collected.groups, collected.left_out)),
+    }
+
+
+def _print(summary: dict[str, Any], out: Path | None) -> None:
+    console = show.console()
+    table = show.table(f"{summary['groups']} groups in {summary['seconds']:.1f} s")
+    for column in ("task", "trajectories", "turns", "tokens written", "reward", "endings"):
+        table.add_column(column, justify="left" if column in ("task", "endings") else "right")
+    for name, row in sorted(summary["tasks"].items()):
+        endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))
+        reward = "" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
+        table.add_row(name, str(row["trajectories"]), str(row["turns"]), str(row["tokens"]), reward, endings)
+    console.print(table)
+    if out is not None:
+        typer.echo(f"wrote {out}; look at it with: tangram rl show {shlex.quote(str(out))}")
