@@ -30,6 +30,11 @@ BENCHES = {
     "durability": "what is left of acknowledged actions when the shared service is killed again and again",
     "soak": "whether memory and all that the shared service could leave behind stay the same under constant load",
     "dashboard": "how fast the dashboard answers in a browser, with ten thousand actions in view",
+    "rollout": "trajectories each at its own pace against all waiting for each other at every turn, on one engine",
+    "affinity": "two tasks on the hardware that suits each, against either class alone at equal cost",
+    "redundancy": "what playing more than is needed saves and wastes",
+    "serverless": "rewards on workers of their own against functions that scale from zero",
+    "engine": "what a command, a prompt and continuous batching cost those who are being served",
     "scheduler-cost": "microseconds and bytes that the scheduler itself takes, with up to a million actions waiting",
 }
 """Name to one-line description."""
