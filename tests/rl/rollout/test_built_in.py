@@ -51,3 +51,33 @@ def test_built_in_tasks_are_played_to_their_end(agent: str) -> None:
     for group in batch.groups:
         first = {each.turns[0].observation for each in group.members}
         assert len(first) == 1, "members of a group begin alike"
+
+
+def test_the_options_of_a_task_change_its_limits_and_the_settings_have_the_last_word() -> None:
+    """The class says 25 tokens and 8 turns."""
+    configured = RolloutSettings(
+        groups=GroupSettings(size=1),
+        tasks=(
+            TaskSettings(name="short", environment="chain", options={"length": 3}),
+            TaskSettings(name="shorter", environment="chain", options={"length": 3}, tokens_max=2),
+            TaskSettings(name="long", environment="frozenlake", options={"turns": 12}),
+        ),
+    )
+    codec = Words(words_of(TASKS))
+    asked: dict[str, int] = {}
+
+    def babble(request: Request) -> tuple[int, ...]:
+        asked[request.task] = request.sampling.tokens_max
+        return tuple(codec.written("start"))
+
+    async def playing() -> Collected:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        engine = FakeEngine(babble)
+        await engine.start(Weights(version=0, folder="none"))
+        async with Rollout(configured, engine, codec, clock=loop.clock) as rollout:
+            return await rollout.collect(tickets(configured), 3)
+
+    batch = run(playing())
+    assert asked["short"] == 4 and asked["shorter"] == 2
+    assert {group.task: len(group.members[0].turns) for group in batch.groups}["long"] == 12
