@@ -194,6 +194,8 @@ class Store:
         self._db = _connected(path)
         try:
             self._db.execute(f"PRAGMA synchronous = {'FULL' if power else 'NORMAL'}")
+            # What a statement may have to take back is a page or two; in a file it would stay open, and need a disk.
+            self._db.execute("PRAGMA temp_store = MEMORY")
             self.checkpoint()
         except BaseException:
             self._db.close()
