@@ -57,10 +57,29 @@ def test_a_recorded_trace_is_sized(cli, recording: Path) -> None:
     assert (found["like"], found["reference"]["size"], found["seeds"]) == ("pods:1", 6, [0])
 
 
+def test_a_recording_is_compared_with_what_it_was_recorded_with(cli, recording: Path) -> None:
+    done = cli("plan", "--trace", recording, "--workers", 1)
+    assert done.code == 0, done.err
+    assert "adaptive, as recorded" in done.out and "pods" not in done.out
+    assert "than adaptive on 4 cores, as recorded." in done.out
+    found = cli("plan", "--trace", recording, "--workers", 1, "--json").json
+    assert (found["like"], found["reference"]["size"], found["recorded"]) == ("adaptive", 4, True)
+    assert found["points"][-1]["size"] == 4 and found["smallest"] <= 4
+
+
+def test_the_command_of_a_plan_for_a_recording_reproduces_it(cli, recording: Path) -> None:
+    import shlex
+
+    first = cli("plan", "--trace", recording, "--workers", 1, "--json")
+    assert cli(*shlex.split(first.json["command"])[1:], "--workers", 1, "--json").out == first.out
+
+
 def test_a_target_out_of_reach_is_an_answer_too(cli) -> None:
     done = cli("plan", "--batch", 3, "--seeds", 1, "--workers", 1, "--act", "0.000001")
     assert done.code == 0
     assert "adaptive does not reach a mean ACT of" in done.out
+    told = " ".join(done.out.split())
+    assert "more of them change nothing" in told and "something else than cores" in told
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_status_shows_pools_queue_runs_and_sandboxes(service: Served) -> None:
         "100%",
     ):
         assert words in done.out
-    for words in ("memory@local", "queue: 1 action waits", "waits for 1 cores of cpu@local", "sandboxes: 1 open"):
+    for words in ("memory@local", "queue: 1 action waits", "waits for 1 core of cpu@local", "sandboxes: 1 open"):
         assert words in done.out
     row = next(line.split() for line in done.out.splitlines() if line.split()[:1] == ["math"])
     assert row[:6] == ["math", "100%", "1", "1", "2", "1"]
@@ -278,6 +278,7 @@ def test_the_story_of_an_action_is_told_to_its_run_and_the_admin_only(service: S
     assert service("story", id, "--json").json["status"] == "succeeded"
     for answer in (service.as_run(other, "story", id), service("story", "mine/none"), service("story", "../view")):
         assert answer.code == 2 and answer.err.startswith("tangram: there is no action ")
+    assert "the admin names the run too: RUN/some-id" in service("story", "some-id").err
 
 
 def _timeline(service: Served, token: str) -> list[list[Any]]:
@@ -325,6 +326,9 @@ def test_change_changes_only_what_is_said(service: Served) -> None:
     ("words", "complaint"),
     [
         (("create", "Bad!"), "run: expected 1 to 40 of a-z"),
+        (("create", "Bad/Name"), "run: expected 1 to 40 of a-z, 0-9 and '-', the first no '-', got 'Bad/Name'"),
+        (("renew", "Bad/Name"), "run: expected 1 to 40 of a-z"),
+        (("revoke", "Bad/Name", "--yes"), "run: expected 1 to 40 of a-z"),
         (("create", "a", "--weight", 0), "weight: expected a number above 0"),
         (("create", "a", "--weight", "nan"), "weight: expected a number above 0"),
         (("create", "a", "--sandboxes", -1), "sandboxes: expected"),
@@ -353,6 +357,15 @@ def test_a_revoked_token_is_no_longer_taken(service: Served) -> None:
     assert "no run has a token" in service("token", "list").out
 
 
+def test_a_revoked_run_leaves_no_empty_one_behind(service: Served) -> None:
+    token = service.token("math")
+    with tangram.connect_sync(service.url, token=token) as client, client.sandbox(memory="64MiB") as box:
+        box.exec("true").check()
+    assert [run.name for run in service.view().runs] == ["math"]
+    assert service("token", "revoke", "math", "--yes").code == 0
+    assert service.view().runs == ()
+
+
 def test_on_a_terminal_revoke_asks_first(service: Served) -> None:
     token = service.token("math")
     words = ("token", "revoke", "math", "--url", service.url, "--token-file", str(service.admin))
@@ -373,21 +386,32 @@ def test_on_a_terminal_revoke_asks_first(service: Served) -> None:
 
 
 def test_pools_are_resized_in_cores_and_sizes_for_people(tmp_path: Path, cli: Cli) -> None:
-    with served(tmp_path, cli, backend="fake", cores=4.0, memory=8 << 30) as service:
+    options = dict(backend="fake", cores=4.0, memory=8 << 30, quotas=[Quota("search", 4)])
+    with served(tmp_path, cli, **options) as service:
         done = service("pool", "resize", "cpu@local", "2.5")
         assert (done.code, done.out) == (0, "cpu@local: 2.5 cores, was 4\n")
         assert service("pool", "resize", "memory@local", "6GiB", "--json").json["total"] == 6 * 1024
         totals = {pool["name"]: pool["total"] for pool in service("pool", "list", "--json").json}
-        assert totals == {"cpu@local": 2500, "memory@local": 6144}
+        assert totals == {"cpu@local": 2500, "memory@local": 6144, "search": 4}
         assert "0 of 2.5 cores" in service("pool", "list").out
         for words, complaint in (
-            (("cpu@local", "12"), "cpu@local (at most 4 cores), memory@local (at most 8 GiB)"),
+            (("cpu@local", "12"), "size of cpu@local: expected at most 4 cores, got '12'"),
+            (("memory@local", "12GiB"), "size of memory@local: expected at most 8 GiB, got '12GiB'"),
+            (("search", "3"), "search cannot be resized; these can: cpu@local, memory@local"),
             (("cpu@local", "many"), "a number of cores"),
             (("memory@local", "64"), "a size with its unit, such as 64GiB"),
             (("disk@local", "1"), "pool: expected one of cpu@local, memory@local"),
         ):
             wrong = service("pool", "resize", *words)
             assert wrong.code == 2 and complaint in wrong.err and wrong.err.count("\n") == 1
+
+
+def test_a_pool_without_anything_left_is_warned_of(tmp_path: Path, cli: Cli) -> None:
+    with served(tmp_path, cli, backend="fake", cores=4.0) as service:
+        assert service("pool", "resize", "cpu@local", "1").err == ""
+        done = service("pool", "resize", "cpu@local", "0")
+    assert (done.code, done.out) == (0, "cpu@local: 0 cores, was 1\n")
+    assert "cpu@local has nothing left to give" in done.err and "lost after scheduler.stranded_s" in done.err
 
 
 def test_a_run_gets_another_token(service: Served) -> None:
@@ -468,6 +492,13 @@ def test_who_may_not_do_something_is_told_so_in_one_line(service: Served, cli: C
         assert (done.code, done.out) == (2, "") and complaint in done.err and done.err.count("\n") == 1
         assert "tgr_" not in done.err
     assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_an_address_with_a_path_is_answered_with_the_one_without(service: Served, cli: Cli) -> None:
+    for words in (("status",), ("story", "math/1"), ("pool", "drain", "local"), ("trace", "export", "none.jsonl")):
+        done = cli(*words, "--url", f"{service.url}/foo/", "--token-file", service.admin)
+        assert (done.code, done.out) == (2, "") and done.err.count("\n") == 1
+        assert f"{service.url}/foo has a path: is {service.url} the address of the service?" in done.err
 
 
 def test_the_address_and_the_token_come_from_the_environment(

@@ -18,9 +18,9 @@ FOUR = {"cpu": cores(4)}
 def test_what_runs_says_where_and_with_how_much(cluster: Make) -> None:
     c = cluster(*NODE, GPU, Pool(kind="api", total=2))
     c.submit("a", {"cpu": cores(2.5), "api": fixed(1)})
-    assert c.explain("a") == "a is starting on 2.5 cores of cpu@n0, 1 units of api"
+    assert c.explain("a") == "a is starting on 2.5 cores of cpu@n0, 1 unit of api"
     c.started("a")
-    assert c.explain("a") == "a is running on 2.5 cores of cpu@n0, 1 units of api"
+    assert c.explain("a") == "a is running on 2.5 cores of cpu@n0, 1 unit of api"
     c.submit("b", {"gpu": fixed(3)})
     assert c.explain("b") == "b is starting on 4 devices of gpu@g0"
 
@@ -39,12 +39,12 @@ def test_what_waits_says_what_it_lacks_and_what_is_free(cluster: Make) -> None:
     c.submit("a", {"cpu": cores(3), "tokens": fixed(8)})
     c.submit("b", {"cpu": cores(2), "tokens": fixed(8)})
     assert c.explain("b") == (
-        "b waits for 2 cores of cpu@n0, where 1 cores of 4 cores are free"
+        "b waits for 2 cores of cpu@n0, where 1 core of 4 cores are free"
         " and 8 units of tokens, where 2 units of 10 units are free"
     )
     c.submit("c", {"gpu": fixed(8)})
     c.submit("d", {"gpu": fixed(1)})
-    assert c.explain("d") == "d waits for 1 devices of gpu@g0, where 0 devices of 8 devices are free"
+    assert c.explain("d") == "d waits for 1 device of gpu@g0, where 0 devices of 8 devices are free"
 
 
 def test_what_waits_for_memory_says_so(cluster: Make) -> None:
@@ -84,7 +84,7 @@ def test_behind_somebody_who_waits_behind_another_names_the_first_of_all(cluster
     c.submit("first", {"api": fixed(1), "web": fixed(1)})
     c.submit("second", {"api": fixed(1), "web": fixed(4)})
     c.submit("third", {"web": fixed(1)})
-    first = "first, which goes first and waits for 1 units of api, where 0 units of 4 units are free"
+    first = "first, which goes first and waits for 1 unit of api, where 0 units of 4 units are free"
     assert c.explain("second") == f"second waits behind {first}"
     assert "its turn" not in c.explain("third")
 
@@ -123,7 +123,7 @@ def test_what_the_node_of_its_sandbox_cannot_hold_says_that(cluster: Make) -> No
     c.send(PoolChanged(pool=Pool(kind="api", total=2)))
     c.send(PoolChanged(pool=Pool(kind="api", total=1)))
     c.submit("b", {"api": fixed(2)}, sandbox="b")
-    assert c.explain("b") == "b asks for at least 2 units of api; the largest such pool has 1 units"
+    assert c.explain("b") == "b asks for at least 2 units of api; the largest such pool has 1 unit"
 
 
 def test_what_its_node_has_not_got_at_all_says_that(cluster: Make) -> None:
@@ -141,7 +141,7 @@ def test_where_every_kind_is_free_but_on_no_node_all_of_them_it_says_what_one_no
         c.send(Reserve(sandbox=node, memory=0, node=node))
         c.submit(f"on {node}", pools, sandbox=node)
     c.submit("a", {"cpu": cores(1), "gpu": fixed(1)})
-    assert c.explain("a") == "a waits for 1 devices of gpu@n1, where 0 devices of 1 devices are free"
+    assert c.explain("a") == "a waits for 1 device of gpu@n1, where 0 devices of 1 device are free"
 
 
 def test_devices_that_are_free_but_not_side_by_side_are_called_apart(cluster: Make) -> None:
@@ -161,7 +161,7 @@ def test_of_a_pool_that_shrank_below_what_is_held_nothing_is_free(cluster: Make)
     c.submit("all", FOUR)
     c.send(PoolChanged(pool=Pool(kind="cpu", node="n0", total=1000)))
     c.submit("a", {"cpu": cores(1)})
-    assert c.explain("a") == "a waits for 1 cores of cpu@n0, where 0 cores of 1 cores are free"
+    assert c.explain("a") == "a waits for 1 core of cpu@n0, where 0 cores of 1 core are free"
 
 
 def test_who_is_kept_from_one_node_and_lacks_units_on_the_other_says_what_it_lacks(cluster: Make) -> None:
@@ -175,12 +175,12 @@ def test_who_is_kept_from_one_node_and_lacks_units_on_the_other_says_what_it_lac
     c.pass_time(11.0)
     c.submit("late", {"cpu": cores(1)})
     assert c.explain("late") == (
-        "late waits behind both, which goes first and waits for 1 devices of gpu@n0,"
-        " where 0 devices of 1 devices are free"
+        "late waits behind both, which goes first and waits for 1 device of gpu@n0,"
+        " where 0 devices of 1 device are free"
     ), "it keeps the cores of that node, of which some are free"
     c.submit("first of a poor run", FOUR, run="poor")
     assert c.starts() == ["first of a poor run"]
-    assert c.explain("late") == "late waits for 1 cores of cpu@n1, where 0 cores of 4 cores are free"
+    assert c.explain("late") == "late waits for 1 core of cpu@n1, where 0 cores of 4 cores are free"
 
 
 def test_the_first_of_a_lane_is_its_oldest_once_that_has_aged(cluster: Make) -> None:
@@ -189,10 +189,10 @@ def test_the_first_of_a_lane_is_its_oldest_once_that_has_aged(cluster: Make) -> 
     c.submit("old", FOUR, duration_s=100.0)
     c.submit("short", FOUR, duration_s=1.0)
     lacks = "4 cores of cpu@n0, where 0 cores of 4 cores are free"
-    assert c.explain("old") == f"old waits behind up to 1 actions of run default; the first of them waits for {lacks}"
+    assert c.explain("old") == f"old waits behind up to 1 action of run default; the first of them waits for {lacks}"
     c.pass_time(11.0)
     assert c.explain("old") == f"old waits for {lacks}"
-    assert c.explain("short").startswith("short waits behind up to 1 actions of run default")
+    assert c.explain("short").startswith("short waits behind up to 1 action of run default")
 
 
 def test_who_waits_for_a_node_for_all_of_its_sandbox_says_that(cluster: Make) -> None:
@@ -202,7 +202,7 @@ def test_who_waits_for_a_node_for_all_of_its_sandbox_says_that(cluster: Make) ->
     c.submit("wide", FOUR, sandbox="b")
     c.submit("a", {"cpu": cores(1)}, sandbox="b")
     assert c.explain("a") == (
-        "a waits for 1 cores of cpu@n0, where 0 cores of 4 cores are free;"
+        "a waits for 1 core of cpu@n0, where 0 cores of 4 cores are free;"
         " its node must be one that could hold all actions of sandbox b"
     )
 
@@ -215,7 +215,7 @@ def test_once_its_sandbox_has_a_node_nothing_is_said_of_others(cluster: Make) ->
     c.submit("a", {"cpu": cores(1)}, sandbox="b")
     c.run("fill")
     assert c.starts() == ["first"]
-    assert c.explain("a") == "a waits for 1 cores of cpu@n0, where 0 cores of 4 cores are free"
+    assert c.explain("a") == "a waits for 1 core of cpu@n0, where 0 cores of 4 cores are free"
 
 
 def test_of_several_nodes_the_one_that_lacks_least_is_named_and_none_that_drains(cluster: Make) -> None:
@@ -226,7 +226,7 @@ def test_of_several_nodes_the_one_that_lacks_least_is_named_and_none_that_drains
         c.submit(f"on {node}", demand, sandbox=node)
     c.send(NodeChanged(node="n2", state=NodeState.DRAINING))
     c.submit("a", {"gpu": fixed(1), "cpu": cores(2)})
-    assert c.explain("a") == "a waits for 1 devices of gpu@n1, where 0 devices of 1 devices are free"
+    assert c.explain("a") == "a waits for 1 device of gpu@n1, where 0 devices of 1 device are free"
 
 
 def test_of_a_pool_smaller_than_what_would_be_reserved_all_is_wanted(cluster: Make) -> None:

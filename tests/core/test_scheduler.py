@@ -166,7 +166,7 @@ def test_what_no_pool_could_ever_hold_is_refused_with_what_there_is(cluster: Mak
         "b asks for at least 5 devices (a chunk of 8) of gpu; the largest such pool has 6 devices",
     )
     c.submit("c", {"cpu": cores(1), "gpu": fixed(1)})
-    assert c.refusal()[1] == "c asks for 1 cores of cpu, 1 devices of gpu together; no node that is up has all of them"
+    assert c.refusal()[1] == "c asks for 1 core of cpu, 1 device of gpu together; no node that is up has all of them"
     c.submit("d", {"tpu": fixed(1)})
     assert c.refusal()[1] == "d asks for pool kind tpu, of which there is none; kinds: api, cpu, gpu"
     c.submit("e", {"api": fixed(3)})

@@ -55,6 +55,22 @@ def test_a_click_on_a_waiting_action_opens_its_story(screen: Opener, still: Fake
     assert page.texts("#story li b")[0] == "+0 s"
 
 
+@pytest.mark.parametrize("table", ["Waiting actions", "Running actions"])
+def test_a_click_anywhere_on_the_row_of_an_action_opens_its_story(
+    screen: Opener, still: FakeService, table: str
+) -> None:
+    page = screen(still).go("actions")
+    row = page.page.locator(f"table[aria-label='{table}'] tbody tr").nth(0)
+    id = row.locator(".link").nth(0).get_attribute("data-action-id")
+    row.locator("td").nth(3).click()
+    page.until(f"document.getElementById('story').dataset.of === '{id}'")
+    page.page.keyboard.press("Escape")
+    page.until(f"document.activeElement.dataset.actionId === '{id}'")
+    row.locator(".run").click()
+    page.until("document.querySelector('.filter').value !== ''")
+    assert page.js("document.getElementById('story').hidden"), "a run in the row is still that run"
+
+
 def test_ids_inside_reasons_open_stories_too(screen: Opener, still: FakeService) -> None:
     page = screen(still).go("actions")
     while not (behind := [action for action in still.model.view().waiting if " behind " in action.reason]):

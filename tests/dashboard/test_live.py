@@ -146,7 +146,7 @@ def test_a_token_is_asked_for_kept_for_the_tab_and_sent_as_a_header(screen: Open
     page.page.fill("#token-input", "wrong")
     page.page.keyboard.press("Enter")
     page.until("document.querySelector('#token .bad').textContent !== ''")
-    assert "expected the token of a run" in page.text("#token .bad")
+    assert "this service does not know it" in page.text("#token .bad")
     page.page.fill("#token-input", "secret-of-a-run")
     page.page.keyboard.press("Enter")
     page.until("document.body.dataset.phase === 'live' && !document.getElementById('token').open")

@@ -96,6 +96,17 @@ def test_nothing_needs_to_be_scrolled_sideways(screen: Opener, still: FakeServic
         assert beyond == [], name
 
 
+def test_no_heading_and_nothing_but_a_name_is_cut_in_a_small_window(screen: Opener, still: FakeService) -> None:
+    page = screen(still, viewport={"width": 1280, "height": 800}).go()
+    for name in PAGES:
+        page.turn_to(name)
+        cut = page.js(
+            "[...document.querySelectorAll('th, td > .cell:not([title])')].filter((node) => node.checkVisibility()"
+            " && node.scrollWidth > node.clientWidth).map((node) => node.textContent)"
+        )
+        assert cut == [], name
+
+
 def test_the_timeline_fits_into_the_window_of_a_laptop(screen: Opener, still: FakeService) -> None:
     page = screen(still).go("timeline")
     assert page.js("document.documentElement.scrollHeight") <= 768

@@ -174,6 +174,24 @@ def test_actions_can_be_walked_through_with_the_keyboard(page: Screen) -> None:
     page.until(f"document.getElementById('story').dataset.of === '{second}'")
 
 
+def test_keys_work_wherever_the_focus_is_except_where_one_writes(page: Screen) -> None:
+    page.page.click("text=Everything")
+    page.page.keyboard.press("n")
+    first = page.until("document.querySelector('canvas.plot').dataset.hovered")
+    page.page.keyboard.press("Enter")
+    page.until(f"document.getElementById('story').dataset.of === '{first}'")
+    page.page.keyboard.press("n")
+    page.until(f"document.querySelector('canvas.plot').dataset.hovered !== '{first}'")
+    second = page.plot("hovered")
+    page.page.focus(".search")
+    page.page.keyboard.type("0n")
+    page.until("document.querySelector('.search').value === '0n'")
+    assert page.plot("hovered") == second
+    page.page.focus("[data-lanes=trajectories]")
+    page.page.keyboard.press("Enter")
+    page.until("document.querySelector('[data-lanes=trajectories]').getAttribute('aria-pressed') === 'true'")
+
+
 def test_a_search_counts_what_matches(page: Screen, many: FakeService) -> None:
     page.page.fill(".search", "coding-0000")
     model = many.model

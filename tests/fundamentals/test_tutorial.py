@@ -186,7 +186,7 @@ def test_9_the_scheduler_says_in_one_sentence_why_an_action_waits() -> None:
     scheduler.handle(submit("a", cpu=cores(3)), now=0.0)
     scheduler.handle(submit("b", cpu=cores(2)), now=0.0)
     assert scheduler.explain("a") == "a is starting on 3 cores of cpu@node"
-    assert scheduler.explain("b") == "b waits for 2 cores of cpu@node, where 1 cores of 4 cores are free"
+    assert scheduler.explain("b") == "b waits for 2 cores of cpu@node, where 1 core of 4 cores are free"
     assert scheduler.explain("c") == "c is not live: it settled or never came"
 
 

@@ -145,7 +145,7 @@ def test_a_call_that_lacks_something_else_finds_its_service_restored(flag: Flag)
         await desk.call("c")
         waits = both(desk, "a", "x")
         await until(lambda: [p.service for p in desk.manager.statistics().residents] == ["b", "a"])
-        assert "waits for 1 units of api" in desk.scheduler.explain("a")
+        assert "waits for 1 unit of api" in desk.scheduler.explain("a")
         flag.lower()
         for ticket in (holds, waits):
             assert (await desk.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED

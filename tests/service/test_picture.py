@@ -216,7 +216,7 @@ def test_the_story_of_an_action_from_its_submission_to_its_end() -> None:
     world.submit("holder", {CPU: cores(2)})
     world.submit("a", {CPU: cores(1, 2)}, run="r", timeout_s=5.0)
     world.wait(1.0)
-    assert world.story("a").explanation == "a waits for 1 cores of cpu@n0, where 0 cores of 2 cores are free"
+    assert world.story("a").explanation == "a waits for 1 core of cpu@n0, where 0 cores of 2 cores are free"
     world.finish("holder", 2.0)
     assert world.story("a").status == "starting"
     world.send(Started(action="a"))

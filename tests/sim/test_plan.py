@@ -62,8 +62,21 @@ def test_a_target_in_seconds_takes_the_place_of_todays() -> None:
 def test_a_target_that_no_size_reaches_has_no_answer() -> None:
     found = plan(question(act_s=1e-6, seeds=(0,), batch=6), workers=1)
     assert found.smallest is None and found.saved is None
-    assert found.points[-1].size == 16 * found.reference.size
     assert "does not reach" in found.sentence()
+
+
+def test_the_search_ends_where_more_cores_change_nothing() -> None:
+    """Three trajectories never use more than 16 cores, so of 16, 32, 64, 128 and 256 the last three are not tried."""
+    found = plan(question(act_s=1e-6, seeds=(0,), batch=3, like_size=16), workers=1)
+    before, last = found.points[-2:]
+    assert (before.size, last.size) == (16, 32)
+    assert last.act_mean_s == pytest.approx(before.act_mean_s, rel=0.001)
+    assert f"From {before.size} cores on, more of them change nothing" in found.sentence()
+
+
+def test_cores_are_not_sized_for_work_that_uses_none_whatever_it_is_compared_with() -> None:
+    with pytest.raises(InvalidConfig, match="search uses no cores"):
+        plan(question("search", 6, resource="cores", like="paper", like_size=8, seeds=(0,)), workers=1)
 
 
 def test_devices_are_sized_against_fixed_devices_for_each_service() -> None:
@@ -126,6 +139,7 @@ def answered(*points: Point, smallest: int | None, reference: Point, target: str
         seeds=(0,),
         like="pods:0.5",
         reference=reference,
+        recorded=False,
         points=list(points),
         smallest=smallest,
     )

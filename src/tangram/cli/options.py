@@ -240,15 +240,22 @@ def _sizes(
 def _usual_size(source: Source, first: Workload) -> Size:
     import msgspec
 
-    from tangram.sim.record import is_recording, recorded_size
+    from tangram.sim.record import recorded_size
     from tangram.sim.size import default_size
 
-    if len(source.traces) == 1 and is_recording(source.traces[0]):
-        return recorded_size(source.traces[0])
+    if recording := recording_of(source):
+        return recorded_size(recording)
     usual = default_size(first)
     if usual.cores and not any(episode.memory for episode in first.episodes):
         return msgspec.structs.replace(usual, cores=dict(source.options).get("units", UNITS))
     return usual
+
+
+def recording_of(source: Source) -> str:
+    """The one recording that is played, which says how it was scheduled; "" for anything else."""
+    from tangram.sim.record import is_recording
+
+    return source.traces[0] if len(source.traces) == 1 and is_recording(source.traces[0]) else ""
 
 
 def _uses(option: str, given: object, usual: int, first: Workload) -> None:

@@ -11,6 +11,7 @@ from tangram.cli import options, show
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
+    from tangram.sim.compare import Source
     from tangram.sim.plan import Plan, Point, Question
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -22,6 +23,8 @@ tangram plan coding --batch 512 --target p95 --report plan.html
 tangram plan coding --act 4  [dim]# cores for a mean ACT of 4 s[/dim]
 
 tangram plan teachers --resource devices
+
+tangram plan --trace run.jsonl  [dim]# would fewer cores have done?[/dim]
 
 tangram plan --trace run.jsonl --like pods:1@64
 """
@@ -52,8 +55,8 @@ def plan(
         typer.Option(
             "--like",
             metavar="NAME@SIZE",
-            help="Today's reservation, such as pods:1@256. Default: pods:0.5 with its request for every trajectory, and"
-            " fixed devices for every service.",
+            help="Today's reservation, such as pods:1@256. Default: of a recording its policy on its pools; else"
+            " pods:0.5 with its request for every trajectory, and fixed devices for every service.",
         ),
     ] = None,
     resource: Annotated[
@@ -88,18 +91,21 @@ def plan(
 
     total = None if cores is None else str(cores)
     work = options.work_of(workload, trace, batch, option, seeds, total, nodes, memory_per_core, devices)
-    name, size = _like(like)
+    resource = ("cores" if work.sizes[0].cores else "devices") if resource is None else resource
+    recorded = like is None and _recorded(work.source, resource)
+    name, size = recorded or _like(like)
     check_policy(policy)
     check_policy(name)
     question = planning.Question(
         source=work.source,
         size=work.sizes[0],
-        resource=("cores" if work.sizes[0].cores else "devices") if resource is None else resource,
+        resource=resource,
         policy=policy,
         target=target,
         act_s=act,
         like=name,
         like_size=size,
+        recorded=bool(recorded),
         seeds=work.seeds,
         knowledge=knowledge,
     )
@@ -118,6 +124,16 @@ def plan(
             _print(answer)
     if report is not None and not as_json:
         show.where_to_look(report)
+
+
+def _recorded(source: Source, resource: str) -> tuple[str, int] | None:
+    """The policy and the size that a recording was made with; None where nothing says it."""
+    from tangram.sim.record import recorded_policy, recorded_size
+
+    recording = options.recording_of(source)
+    size = recorded_size(recording) if recording else None
+    amount = 0 if size is None else size.devices if resource == "devices" else size.cores
+    return (recorded_policy(recording), amount) if amount else None
 
 
 def _like(text: str | None) -> tuple[str, int]:
@@ -142,7 +158,7 @@ def _command(question: Question, answer: Plan) -> str:
         {
             "target": question.target,
             "act": question.act_s,
-            "like": f"{question.like}@{answer.reference.size}",
+            "like": None if question.recorded else f"{question.like}@{answer.reference.size}",
             "resource": question.resource,
             "policy": question.policy,
             "cores": size.cores if question.resource == "devices" else None,
@@ -176,7 +192,11 @@ def _print(answer: Plan) -> None:
         bar = _bar(min(value, longest), longest, answer.target_s, width)
         table.add_row(*_cells(answer, point), mark, bar, style=style)
     table.add_section()
-    table.add_row(*_cells(answer, answer.reference), "", f"{answer.today} today")
+    table.add_row(
+        *_cells(answer, answer.reference),
+        "",
+        f"{answer.today}, as recorded" if answer.recorded else f"{answer.today} today",
+    )
     console.print(table)
     console.print(answer.sentence(), highlight=False, markup=False)
 

@@ -11,7 +11,7 @@ from tangram.cli import service_client, show
 from tangram.cli.options import Json
 from tangram.cli.service_client import URL, Ca, NotThere, Refused, Target, Token, TokenFile, Url, plain
 from tangram.core.demand import CORE
-from tangram.errors import InvalidConfig
+from tangram.errors import InvalidConfig, TangramError
 
 if TYPE_CHECKING:
     from tangram.service.fault import Fault
@@ -68,19 +68,23 @@ def resize(
 ) -> None:
     """Change how much of a machine the service gives out, up to what it had at its start.
 
-    What is held stays held: a smaller pool is reached when enough has ended. The next start has the size of the config.
+    What is held stays held: a smaller pool is reached when enough has ended. What asks for more than a pool then has is
+    lost after scheduler.stranded_s of the config. The next start has the size of the config.
     """
     from tangram.cli.screen import amount, unit_of
     from tangram.service.view import View
     from tangram.service.wire import PoolRequest
 
     target = service_client.target(url, token, token_file, ca)
-    before = _pool(service_client.view_of(target), name)
+    found = service_client.view_of(target)
+    before = _pool(found, name)
+    if not before.node:
+        raise TangramError(f"{plain(name)} cannot be resized; these can: {_of_nodes(found)}")
     record = PoolRequest(total=units(size, before))
     try:
         view = service_client.asked(target, "PATCH", f"/v1/pools/{service_client.part(name)}", record, View)
     except Refused as error:
-        raise InvalidConfig(f"size of {plain(name)}", size, _for_people(error.fault)) from None
+        raise InvalidConfig(f"size of {plain(name)}", size, _for_people(error.fault, before)) from None
     after = _pool(view, name)
     if as_json:
         show.as_json(after)
@@ -90,6 +94,9 @@ def resize(
     if after.held > after.total:
         over = f"{amount(after.held, after)} {unit} are held and come back as actions and sandboxes end"
         typer.echo(f"{over}; until then nothing more is given out", err=True)
+    if not after.total:
+        lost = "actions that need it wait, and are lost after scheduler.stranded_s of the config (300 s unless it says"
+        typer.echo(f"warning: {plain(name)} has nothing left to give: {lost} otherwise)", err=True)
 
 
 @app.command("drain", epilog=DRAIN)
@@ -148,9 +155,13 @@ def _change(target: Target, node: str, state: str, as_json: bool) -> None:
 def _pool(view: View, name: str) -> PoolView:
     found = next((pool for pool in view.pools if pool.name == name), None)
     if found is None:
-        known = ", ".join(plain(pool.name) for pool in view.pools if pool.node)
-        raise InvalidConfig("pool", name, f"one of {known or 'none'}")
+        raise InvalidConfig("pool", name, f"one of {_of_nodes(view)}")
     return found
+
+
+def _of_nodes(view: View) -> str:
+    """The names of those that are part of a machine, and have a size to change."""
+    return ", ".join(plain(pool.name) for pool in view.pools if pool.node) or "none"
 
 
 def units(text: str, pool: PoolView) -> int:
@@ -171,12 +182,11 @@ def units(text: str, pool: PoolView) -> int:
     return int(text)
 
 
-def _for_people(fault: Fault) -> str:
-    """What would be right, which the service says in the units of its pools, in those of people."""
+def _for_people(fault: Fault, pool: PoolView) -> str:
+    """What would be right, which the service says in the units of the pool, in those of people."""
+    from tangram.cli.screen import amount, unit_of
 
-    def shown(found: re.Match[str]) -> str:
-        kind, count = found[1], int(found[3])
-        most = {"cpu": f"{count / CORE:g} cores", "memory": f"{count / 1024:g} GiB"}.get(kind, found[3])
-        return f"{kind}{found[2]} (at most {most})"
-
-    return re.sub(r"\b(\w+)(@\S+) \(at most (\d+)\)", shown, plain(fault.expected or fault.message))
+    most = re.fullmatch(r"at most (\d+)", fault.expected)
+    if most is None:
+        return plain(fault.expected or fault.message)
+    return f"at most {amount(int(most[1]), pool)} {unit_of(pool)}"

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
+from tangram.client.reaching import broken_off, no_service, reason, unknown_token, wants_token, without_tls
 from tangram.errors import InvalidConfig, ManagerError, TangramError
 
 if TYPE_CHECKING:
@@ -203,19 +204,15 @@ class Connection:
             said = f"the certificate of {url} is not trusted ({plain(str(why))}): give --ca FILE, the certificate that"
             raise TangramError(f"{said} signed it") from None
         if isinstance(error, aiohttp.ClientConnectorSSLError | ssl.SSLError):
-            raise TangramError(f"{url} does not speak TLS: its address may begin with http://") from None
+            raise TangramError(without_tls(url)) from None
         if isinstance(error, aiohttp.ClientConnectorError):
-            number = error.os_error.errno or 0
-            why = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
-            said = f"there is no service at {url} ({plain(why)}): start one with `tangram serve`, or say where it is"
+            said = no_service(url, plain(reason(error.os_error)))
             raise Unreachable(f"{said} with --url or TANGRAM_URL") from None
         if isinstance(error, TimeoutError):
             raise Unreachable(f"{url} did not answer in time: look at the log of the service") from None
         if isinstance(error, aiohttp.InvalidURL | ValueError):
             raise InvalidConfig("url", url, f"an address such as {URL} ({plain(str(error))})") from None
-        hint = "" if url.startswith("https") else "; if it speaks TLS, its address begins with https://"
-        why = plain(str(error) or type(error).__name__)
-        raise Unreachable(f"{url} broke off its answer ({why}){hint}") from None
+        raise Unreachable(broken_off(url, plain(str(error) or type(error).__name__))) from None
 
     def _refused(self, status: int, content: bytes) -> NoReturn:
         import msgspec
@@ -235,12 +232,14 @@ class Connection:
     def _told(self, fault: Fault) -> TangramError:
         url, message = self._target.url, plain(fault.message)
         if fault.code == "unauthorized" and self._target.token:
-            return TangramError(f"{url} does not know this token: it was revoked, or is that of another service")
+            return TangramError(unknown_token(url))
         if fault.code == "unauthorized":
-            return TangramError(f"{url} wants a token: give --token-file FILE, or set TANGRAM_TOKEN")
+            return TangramError(wants_token(url, "give --token-file FILE, or set TANGRAM_TOKEN"))
         if fault.code == "forbidden":
             said = "that of a run" if self._target.token else "none"
             return TangramError(f"only the admin may do this, and the token is {said}: give the admin's token")
+        if fault.code == "not_found" and (path := urlsplit(url).path):
+            return TangramError(f"{message}; {url} has a path: is {url.removesuffix(path)} the address of the service?")
         if fault.code == "not_found":
             return NotThere(message, retry=False)
         if fault.code in ("draining", "journal_failed"):

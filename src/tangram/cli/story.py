@@ -39,8 +39,10 @@ def story(
     try:
         found = service_client.asked(target, "GET", f"/v1/actions/{place}/story", kind=Story)
     except NotThere:
-        said = f"there is no action {plain(action)}: it never was, its run is another than that of the token, or it"
-        raise NotThere(f"{said} settled too long ago; `tangram trace export` has all", retry=False) from None
+        id = plain(action)
+        said = f"there is no action {id}: it never was, its run is another than that of the token (the admin names the"
+        said += f" run too: RUN/{id}), or it settled too long ago"
+        raise NotThere(f"{said}; `tangram trace export` has all", retry=False) from None
     if as_json:
         show.as_json(found)
         return

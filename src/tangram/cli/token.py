@@ -24,7 +24,8 @@ app = typer.Typer(help="Make, list, change and revoke the tokens of runs (admin)
 EXIT_DECLINED = 1
 WEIGHT = 1.0
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="1 to 40 of a-z, 0-9 and '-', the first no '-'.")]
+NAMES = "1 to 40 of a-z, 0-9 and '-', the first no '-'"
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=f"{NAMES}.")]
 Weight = Annotated[
     float | None,
     typer.Option("--weight", metavar="W", help="What it gets of what several want, against 1 of the others."),
@@ -91,6 +92,7 @@ def create(
     """
     from tangram.service.wire import Caps, RunReply, RunRequest
 
+    _check_name(run)
     target = service_client.target(url, token, token_file, ca)
     caps = _changed(Caps(), sandboxes, waiting, running, requests_per_s, network)
     record = RunRequest(weight=_weight(weight, WEIGHT), caps=caps)
@@ -123,6 +125,7 @@ def renew(
     """Give a run another token, and print it: the old one is void from now on, and all that the run has stays."""
     from tangram.service.wire import RunReply
 
+    _check_name(run)
     target = service_client.target(url, token, token_file, ca)
     made = service_client.asked(target, "POST", f"/v1/runs/{service_client.part(run)}/token", None, RunReply)
     if as_json:
@@ -202,6 +205,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Revoke the token of a run, and end all that it has: its actions are cancelled, its sandboxes are deleted."""
+    _check_name(run)
     target = service_client.target(url, token, token_file, ca)
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -217,6 +221,14 @@ def revoke(
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def _check_name(run: str) -> None:
+    """Before it becomes a part of an address, where another name could mean something else."""
+    from tangram.service.wire import RUN
+
+    if not RUN.fullmatch(run):
+        raise InvalidConfig("run", run, NAMES)
 
 
 def _runs(target: Target) -> list[RunReply]:

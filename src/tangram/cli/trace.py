@@ -29,7 +29,13 @@ tangram trace export live.jsonl --url https://tangram.example:7433 --token-file 
 
 @app.command("export", epilog=EXPORT)
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it. It appears when it is whole.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Where to write it. It appears when it is whole, in place of what was there. Its folder is made.",
+        ),
+    ],
     url: Url = URL,
     token: Token = None,
     token_file: TokenFile = None,

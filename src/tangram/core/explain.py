@@ -40,7 +40,7 @@ def explain(scheduler: Scheduler, entry: Entry) -> str:
     assert lane is not None, name
     first = scheduler.queue.head_of(lane, scheduler.now)
     if first is not entry:
-        ahead = f"up to {lane.waiting - 1} actions of run {entry.run.name}"
+        ahead = f"up to {_counted(lane.waiting - 1, 'action')} of run {entry.run.name}"
         return f"{name} waits behind {ahead}; the first of them waits {_why(scheduler, first)}"
     return f"{name} waits for {_lack(scheduler, entry)}"
 
@@ -157,9 +157,12 @@ def _amount(kind: str, units: int) -> str:
     if units == LEARNED:
         return "some"
     if kind == CPU:
-        return f"{units / CORE:g} cores"
-    if kind == GPU:
-        return f"{units} devices"
+        return _counted(units / CORE, "core")
     if kind == MEMORY:
         return f"{units} MiB"
-    return f"{units} units"
+    return _counted(units, "device" if kind == GPU else "unit")
+
+
+def _counted(number: float, noun: str) -> str:
+    """`1 core`, `0.5 cores`."""
+    return f"{number:.15g} {noun}" if number == 1 else f"{number:.15g} {noun}s"

@@ -50,9 +50,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             (self.queued, "queued again"),
             (self.again, "run again"),
             (self.lost, "lost while running"),
-            (self.results, "results kept"),
-            (self.sandboxes, "sandboxes taken over"),
-            (self.sandboxes_lost, "sandboxes lost"),
+            (self.results, "result kept" if self.results == 1 else "results kept"),
+            (self.sandboxes, "sandbox taken over" if self.sandboxes == 1 else "sandboxes taken over"),
+            (self.sandboxes_lost, "sandbox lost" if self.sandboxes_lost == 1 else "sandboxes lost"),
         )
         found = ", ".join(f"{count} {what}" for count, what in counts if count)
         return "; ".join([*([found] if found else []), *self.notes])

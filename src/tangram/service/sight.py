@@ -73,9 +73,10 @@ class Sight:
     def resized(self, name: str, total: int) -> Pool:
         """A pool of this machine with another total, its NUMA nodes in the same proportions."""
         pool = self._pools.get(name)
-        if pool is None or not 0 <= total <= pool.total:
-            known = ", ".join(f"{each.name} (at most {each.total})" for each in self._pools.values())
-            raise InvalidAction("pool", f"{name} with {total}", f"one of {known}")
+        if pool is None:
+            raise InvalidAction("pool", name, f"one that can be resized: {', '.join(self._pools)}")
+        if not 0 <= total <= pool.total:
+            raise InvalidAction(f"total of {name}", total, f"at most {pool.total}")
         shares = [total * units // pool.total for units in pool.numa]
         numa = (*shares[:-1], total - sum(shares[:-1])) if shares else ()
         return msgspec.structs.replace(pool, total=total, numa=numa)

@@ -17,7 +17,7 @@ from tangram.sim.compare import Played, Progress, Setup, Source, Task, play, wor
 from tangram.sim.episode import Workload
 from tangram.sim.parallel import Workers
 from tangram.sim.size import Size, pods_can_run, static_devices
-from tangram.sim.words import digits_apart, seconds
+from tangram.sim.words import digits_apart, seconds, several
 from tangram.sim.workloads import options
 
 TARGETS = {"mean": "act_mean_s", "p95": "act_p95_s"}
@@ -28,6 +28,8 @@ PRECISION = 0.02
 """The search ends when the answer is known to this share of it, or to one unit."""
 DOUBLINGS_MAX = 4
 """Beyond this many times today's reservation, more of the pool is not what is missing."""
+FLAT = 0.001
+"""A doubling of the pool that brings less than this share of the ACT brings nothing, and neither would the next."""
 AT_ONCE = 2
 """Halvings tried side by side."""
 CURVE_UP_TO = 2.0
@@ -49,6 +51,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     like: str = TODAY
     like_size: int = 0
     """0: what that reservation takes today."""
+    recorded: bool = False
+    """`like` is what the work was recorded with."""
     seeds: tuple[int, ...] = (0, 1, 2)
     knowledge: str = "learned"
 
@@ -103,6 +107,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     like: str
     reference: Point
     """Today's reservation."""
+    recorded: bool
+    """Today's reservation is that of the recording which is played."""
     points: list[Point]
     """Every size that was tried, increasing."""
     smallest: int | None
@@ -119,6 +125,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return "fixed devices" if self.resource == "devices" and self.like.startswith("pods") else self.like
 
     @property
+    def today_in_full(self) -> str:
+        """With its size, and where it is known from."""
+        size = self.reference.size
+        told = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {self._amount(size)}"
+        return f"{told}, as recorded" if self.recorded else told
+
+    def _amount(self, size: int) -> str:
+        return several(size, self.resource.removesuffix("s"))
+
+    @property
     def digits(self) -> int:
         """More digits than usual that tell every size that misses the target from it."""
         return digits_apart([_value(point, self.target) for point in self.points], self.target_s)
@@ -131,16 +147,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The answer in words."""
         goal = f"{self.target} ACT of {seconds(self.target_s, self.digits)}"
-        size = self.reference.size
-        today = f"{size} {self.today}" if self.today != self.like else f"{self.like} on {size} {self.resource}"
+        today = self.today_in_full
         if self.smallest is None or self.saved is None:
-            most = self.points[-1].size
-            told = f"{self.policy} does not reach a {goal}, even with {most} {self.resource}; today: {today}."
-            return " ".join([told, *self._losses()])
+            most = self._amount(self.points[-1].size)
+            told = f"{self.policy} does not reach a {goal}, even with {most}; today: {today}."
+            return " ".join([told, *self._flatness(), *self._losses()])
         change = f"{100.0 * abs(self.saved):.0f} % {'fewer' if self.saved > 0.0 else 'more'} than {today}"
         if not self.saved:
             change = f"no fewer than {today}"
-        told = f"{self.policy} reaches a {goal} with {self.smallest} {self.resource}: {change}."
+        told = f"{self.policy} reaches a {goal} with {self._amount(self.smallest)}: {change}."
         return " ".join([told, *self._worse(), *self._losses()])
 
     def _worse(self) -> Iterator[str]:
@@ -153,6 +168,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 worse.append(f"{words} {seconds(new)} instead of {seconds(old)}")
         if worse:
             yield f"But this is worse than today: {', '.join(worse)}."
+
+    def _flatness(self) -> Iterator[str]:
+        if _is_flat(self.points, self.target):
+            yield (
+                f"From {self._amount(self.points[-2].size)} on, more of them change nothing: what is left of the ACT is"
+                f" execution, or waiting for something else than {self.resource}."
+            )
 
     def _losses(self) -> Iterator[str]:
         if self.reference.failed:
@@ -172,6 +194,14 @@ def _value(point: Point, target: str) -> float:
     return value
 
 
+def _is_flat(points: list[Point], target: str) -> bool:
+    """Whether the last doubling brought nothing."""
+    if len(points) < 2 or points[-1].size < 2 * points[-2].size or points[-1].failed != points[-2].failed:
+        return False
+    before, after = (_value(point, target) for point in points[-2:])
+    return after < math.inf and abs(before - after) <= FLAT * before
+
+
 def _reaches(point: Point, target: str, target_s: float) -> bool:
     """To nine digits, and with every trajectory completed: what was not done must not count as done soon."""
     return not point.failed and _value(point, target) <= target_s * (1.0 + 1e-9)
@@ -180,7 +210,7 @@ def _reaches(point: Point, target: str, target_s: float) -> bool:
 def plan(question: Question, *, workers: int | None = None, progress: Progress | None = None) -> Plan:
     """Simulate today's reservation, then a row of sizes, then close in on the smallest that reaches the target."""
     workload = workload_of(question.source, question.seeds[0])
-    today = question.like_size or reserved_today(workload, question.resource, question.like)
+    today = reserved_today(workload, question.resource, question.like, question.like_size)
     least = _least(question, workload, today)
     with Workers(workers) as pool:
         search = _Search(question, pool, progress, math.ceil(math.log2(today / least + 1)))
@@ -196,7 +226,7 @@ def plan(question: Question, *, workers: int | None = None, progress: Progress |
             if search.value(min(search.points)) > CURVE_UP_TO * target_s:
                 break
         for doubling in range(1, DOUBLINGS_MAX + 1):
-            if reaches(max(search.points)):
+            if reaches(max(search.points)) or _is_flat(search.increasing(), question.target):
                 break
             search.try_sizes([today * 2**doubling])
         smallest = _close_in(search, reaches)
@@ -209,21 +239,24 @@ def plan(question: Question, *, workers: int | None = None, progress: Progress |
         seeds=question.seeds,
         like=question.like,
         reference=reference,
-        points=[search.points[size] for size in sorted(search.points)],
+        recorded=question.recorded,
+        points=search.increasing(),
         smallest=smallest,
     )
 
 
-def reserved_today(workload: Workload, resource: str, like: str) -> int:
-    """What one pod per trajectory, or fixed devices per service, reserve at once."""
+def reserved_today(workload: Workload, resource: str, like: str, size: int = 0) -> int:
+    """The size that is given; 0: what one pod per trajectory, or fixed devices per service, reserve at once."""
     if resource == "devices":
         devices = static_devices(workload.services)
         if not devices:
             raise InvalidConfig("resource", resource, f"cores: {workload.name} uses no devices")
-        return devices
+        return size or devices
     if not _uses(workload, CPU):
         kind = "devices" if _uses(workload, GPU) else "none that can be sized"
         raise InvalidConfig("resource", resource, f"{kind}: {workload.name} uses no cores")
+    if size:
+        return size
     if not pods_can_run(workload):
         raise InvalidConfig("like", like, f"POLICY@CORES such as paper@32: {workload.name} has no sandboxes for pods")
     family, _, request = like.partition(":")
@@ -292,6 +325,9 @@ class _Search:
         new = [size for size in sizes if size not in self.points]
         for size, point in zip(new, self.measure(self._question.policy, new), strict=True):
             self.points[size] = point
+
+    def increasing(self) -> list[Point]:
+        return [self.points[size] for size in sorted(self.points)]
 
     def value(self, size: int) -> float:
         return _value(self.points[size], self._question.target)

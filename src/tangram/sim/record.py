@@ -191,6 +191,12 @@ def recorded_size(path: str | Path) -> Size:
         )
 
 
+def recorded_policy(path: str | Path) -> str:
+    """The policy that scheduled it."""
+    with opened(path) as (header, _):
+        return header.policy
+
+
 def load_recording(path: str | Path) -> Workload:
     """The work of a recorded trace, each trajectory once."""
     with opened(path) as (header, lines):

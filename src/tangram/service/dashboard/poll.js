@@ -11,6 +11,7 @@ const FEW_ROWS = 500;
 const ROUNDS_MAX = 50;
 /* A service that settles faster than it can be asked must not keep the page from its next view. */
 const TOKEN = "tangram.token";
+const UNKNOWN_TOKEN = "this service does not know it. It was revoked, or is that of another service.";
 
 export class Refused extends Error {
   constructor(status, code, message) {
@@ -124,7 +125,7 @@ export class Poll {
 
   failed(error) {
     if (error instanceof Refused && error.status === 401) {
-      this.enter("token", this.token ? error.message : "");
+      this.enter("token", this.token ? UNKNOWN_TOKEN : "");
       return 0;
     }
     const wait = Math.min(BACKOFF_MAX_MS, EVERY_MS * 2 ** this.failures);

@@ -1,7 +1,7 @@
 // Runs: who uses the service. Owns the share of each run, where the time of its trajectories goes, and the classes.
 
 import {attr, box, button, el, keyed, panel, put, show, style} from "./dom.js";
-import {count, duration, number, percent} from "./format.js";
+import {count, duration, number, percent, words} from "./format.js";
 import {classesOf} from "./past.js";
 import {paintRun, putRun} from "./palette.js";
 import {Table} from "./table.js";
@@ -89,14 +89,14 @@ export class RunsPage {
   constructor() {
     this.bars = new RunBars();
     this.table = new Table("Runs in numbers", [
-      {title: "Run", width: 15, kind: "run", value: (run) => run.name},
-      {title: "Weight", right: true, value: (run) => number(run.weight)},
-      {title: "Share", right: true, value: (run) => percent(run.share)},
-      {title: "Running", right: true, value: (run) => count(run.running)},
-      {title: "Waiting", right: true, value: (run) => count(run.waiting)},
-      {title: "Sandboxes", right: true, value: (run) => count(run.sandboxes)},
-      {title: "Succeeded", right: true, value: (run) => count(run.settled.succeeded ?? 0)},
-      {title: "Other ends", width: 21, right: true, kind: "name", value: otherEnds},
+      {title: "Run", width: 12, kind: "run", value: (run) => run.name},
+      {title: "Weight", width: 6, right: true, value: (run) => number(run.weight)},
+      {title: "Share", width: 6, right: true, value: (run) => percent(run.share)},
+      {title: "Running", width: 6.5, right: true, value: (run) => count(run.running)},
+      {title: "Waiting", width: 6.5, right: true, value: (run) => count(run.waiting)},
+      {title: "Sandboxes", width: 8, right: true, value: (run) => count(run.sandboxes)},
+      {title: "Succeeded", width: 8, right: true, value: (run) => count(run.settled.succeeded ?? 0)},
+      {title: "Other ends", width: 16, right: true, wide: true, kind: "name", value: otherEnds},
       {title: "ACT mean", right: true, value: act("mean_s"), hint: "action completion time, within the hour"},
       {title: "p50", right: true, value: act("p50_s")},
       {title: "p95", right: true, value: act("p95_s")},
@@ -136,5 +136,5 @@ export class RunsPage {
 function otherEnds(run) {
   const others = Object.entries(run.settled)
     .filter(([status, n]) => status !== "succeeded" && n > 0).sort((a, b) => b[1] - a[1]);
-  return others.map(([status, n]) => `${count(n)} ${status.replaceAll("_", " ")}`).join(", ") || "none";
+  return others.map(([status, n]) => `${count(n)} ${words(status)}`.replaceAll(" ", "\u00a0")).join(", ") || "none";
 }

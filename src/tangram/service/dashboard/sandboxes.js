@@ -9,10 +9,10 @@ export class SandboxesPage {
     const {root, body, note} = panel("Sandboxes");
     this.note = note;
     this.table = new Table("Sandboxes", [
-      {title: "Sandbox", width: 26, kind: "name", value: (sandbox) => sandbox.name},
-      {title: "Run", width: 15, kind: "run", value: (sandbox) => sandbox.run},
-      {title: "Node", width: 10, kind: "name", value: (sandbox) => sandbox.node || "–"},
-      {title: "State", value: stateOf},
+      {title: "Sandbox", width: 23, kind: "name", value: (sandbox) => sandbox.name},
+      {title: "Run", width: 14, kind: "run", value: (sandbox) => sandbox.run},
+      {title: "Node", width: 9, kind: "name", value: (sandbox) => sandbox.node || "–"},
+      {title: "State", width: 14, value: stateOf},
       {title: "Memory", right: true, value: (sandbox) => units(sandbox.memory_mib, "MiB")},
       {title: "Actions so far", right: true, value: (sandbox) => count(sandbox.actions)},
       {title: "Open for", right: true, value: openFor},

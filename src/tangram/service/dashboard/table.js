@@ -1,5 +1,6 @@
 // Table: rows with columns, updated in place. Owns the kinds of cells: text, names that others chose, runs, actions and
-// sentences. A row that was there keeps its element. Rows far below are made when the reader comes near them.
+// sentences. A row that was there keeps its element. Rows far below are made when the reader comes near them. A click
+// on a row of an action is one on that action, unless it is on something else that can be clicked.
 
 import {attr, box, button, el, keyed, put, putName, show} from "./dom.js";
 import {count} from "./format.js";
@@ -39,6 +40,8 @@ export class Table {
       head.append(cell);
     }
     this.rows = el("tbody");
+    this.actionAt = columns.findIndex((column) => column.kind === "action");
+    if (this.actionAt >= 0) this.rows.addEventListener("click", (event) => this.clickAction(event));
     this.table.append(box("thead", "", head), this.rows);
     this.empty = el("p", "empty", empty);
     this.more = el("p", "note");
@@ -63,8 +66,15 @@ export class Table {
     keyed(this.rows, near, this.keyOf, () => this.make(), (row, item) => this.fill(row, item, now));
   }
 
+  clickAction(event) {
+    if (event.target.closest("button") || !getSelection().isCollapsed) return; // who marks text wants to copy it
+    const action = event.target.closest("tr").children[this.actionAt].firstChild;
+    action.focus();
+    action.click();
+  }
+
   make() {
-    const row = el("tr");
+    const row = el("tr", this.actionAt >= 0 ? "opens" : "");
     for (const column of this.columns) {
       const cell = el("td", classesOf(column));
       const maker = MAKE[column.kind];

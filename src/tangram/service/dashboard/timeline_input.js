@@ -1,4 +1,5 @@
 // Timeline input: what wheel, pointer and keys do on the timeline. Owns the gestures, timeline.js what they change.
+// Keys work wherever the focus is on its page, except where one writes or chooses.
 
 import {actionAt} from "./timeline_point.js";
 
@@ -11,7 +12,7 @@ const KEY_ZOOM = 1.4;
 export function listen(timeline) {
   const {canvas} = timeline;
   canvas.addEventListener("wheel", (event) => wheel(timeline, event), {passive: false});
-  canvas.addEventListener("keydown", (event) => key(timeline, event));
+  document.addEventListener("keydown", (event) => timeline.root.isConnected && key(timeline, event));
   pointer(timeline, canvas);
 }
 
@@ -84,10 +85,15 @@ const KEYS = {
   Enter: (timeline) => timeline.openHovered(),
 };
 
+const OWN_KEYS = "input, textarea, select, dialog";
+
 function key(timeline, event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.(OWN_KEYS)) return;
+  if (event.key === "Enter" && event.target.closest?.("button, a")) return; // it presses that
   const act = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
   if (!act || !timeline.frame) return;
   event.preventDefault();
   act(timeline);
+  // What is marked is on the canvas, so that Enter opens it and presses no button.
+  if (timeline.hovered) timeline.canvas.focus({preventScroll: true});
 }

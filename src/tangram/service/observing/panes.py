@@ -92,8 +92,8 @@ def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunV
     if run is None:
         named = [name for name in accounts.runs if name in runs]
         shown = [run_view(shares, accounts.runs[name], [runs[name]]) for name in named]
-        rest = [one for name, one in runs.items() if name not in accounts.runs]
-        return (*shown, run_view(shares, accounts.other, rest)) if rest else tuple(shown)
+        unnamed = run_view(shares, accounts.other, [one for name, one in runs.items() if name not in accounts.runs])
+        return tuple(shown) if _is_empty(unnamed) else (*shown, unnamed)
     own = accounts.runs.get(run)
     if own is None:
         own = RunAccount(run)
@@ -108,6 +108,11 @@ def _runs(picture: Picture, run: str | None, running: list[Entry]) -> tuple[RunV
     rest = [one for name, one in runs.items() if name != run]
     mine = run_view(shares, own, [runs[run]] if run in runs else [])
     return (mine, run_view(shares, others, rest)) if rest else (mine,)
+
+
+def _is_empty(run: RunView) -> bool:
+    """As after a run was revoked that is not counted by name any more."""
+    return not (run.waiting or run.running or run.sandboxes or run.share or any(run.settled.values()))
 
 
 def run_view(shares: Shares, account: RunAccount, runs: list[Run]) -> RunView:
