@@ -23,6 +23,7 @@ from tangram.config import (
     admin_token,
     load,
     parse,
+    placed,
     require_files,
 )
 from tangram.config.reading import CONFIG_BYTES_MAX
@@ -277,8 +278,11 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_valid(table: str, said:
         ("[[quotas]]\nname = 'a'", "quotas[0].name: expected at least one of concurrent, requests and tokens"),
         ("[[quotas]]\nname = 'a'\nrequests = 5", "quotas[0].requests: expected a table such as { units = ..., seconds"),
         ("[[quotas]]\nname = 'a'\nrequests = { units = 5 }", "quotas[0].requests: expected the key seconds as well"),
-        ("[[quotas]]\nname = 'a'\nconcurrent = 1\n" * 2, "quotas: expected each name once, got 'a'"),
-        ("[[services]]\nname = 'a'\nengine = 'm:E'\n" * 2, "services: expected each name once, got 'a'"),
+        (
+            "[[quotas]]\nname = 'a'\nconcurrent = 1\n" * 2,
+            "t.toml:5: quotas[1].name: expected each name once; quotas[0] has it, got 'a'",
+        ),
+        ("[[services]]\nname = 'a'\nengine = 'm:E'\n" * 2, "t.toml:5: services[1].name: expected each name once"),
         ("[[services]]\nname = 'a'\nengine = 'm'", 'services[0].engine: expected "module:name" of an engine, got'),
         (
             "[[services]]\nname = 'a'\nengine = 'm:E'\ndegrees = [1, 3]",
@@ -420,6 +424,45 @@ def test_every_file_that_is_named_is_required(tmp_path: Path) -> None:
         require_files(Config(service=ServiceConfig(event_log=str(tmp_path / "none/log"))))
     with pytest.raises(InvalidConfig, match="admin_token_file: expected a file"):
         require_files(Config(service=ServiceConfig(admin_token_file=str(tmp_path))))
+
+
+@pytest.mark.parametrize("journal", ["/proc/x/journal.db", "/proc/journal.db", "{}/file/journal.db", "{}"])
+def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path, journal: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidConfig, match=r"service.journal: expected a file .*that can be written"):
+        require_files(Config(service=ServiceConfig(journal=journal.format(tmp_path))))
+
+
+def test_requiring_files_makes_none(tmp_path: Path) -> None:
+    folder = tmp_path / "to" / "be" / "made"
+    said = ServiceConfig(journal=str(folder / "journal.db"), event_log=str(folder / "events.jsonl"))
+    require_files(Config(service=said))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what is found later ----
+
+
+def test_what_is_found_later_is_said_with_its_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text("[service]\n# none\nadmin_token_file = 'none'\n[[services]]\nname = 'a'\nengine = 'm:E'\n")
+
+    def message(field: str, overridden: tuple[str, ...] = ()) -> str:
+        with pytest.raises(InvalidConfig) as caught, placed(path, overridden):
+            raise InvalidConfig(field, "x", "y")
+        assert (caught.value.value, caught.value.expected) == ("x", "y")
+        return caught.value.field
+
+    with pytest.raises(InvalidConfig) as caught, placed(path):
+        require_files(load(path))
+    assert str(caught.value).startswith(f"{path}:3: service.admin_token_file: expected a file that can be read")
+    assert message("services[0].engine") == f"{path}:6: services[0].engine"
+    assert message("services[0].degrees") == f"{path}:4: services[0].degrees", "the table, where the key is not said"
+    assert message("node.cores") == f"{path}: node.cores", "no line says it"
+    assert message("something else") == "something else", "it is none of the config"
+    assert message("service.listen", ("service.listen",)) == "service.listen", "the file does not say it"
+    path.unlink()
+    assert message("node.cores") == f"{path}: node.cores"
 
 
 # ---- the reference ----

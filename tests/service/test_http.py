@@ -23,6 +23,7 @@ from tangram.config import RunLimits
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.quota import Quota
 from tangram.service.api import STATUS_BY_CODE
+from tangram.service.wire import NAME_LENGTH_MAX
 
 JSON = {"content-type": "application/json"}
 
@@ -94,6 +95,34 @@ def test_a_body_that_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> 
                 assert (what, found.code) == (what, code)
                 assert found.status == STATUS_BY_CODE[found.code] and len(found.content) < 4000
             await unchanged(caller)
+
+    asyncio.run(main())
+
+
+NAMED = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
+FIELDS = {
+    b'{"id":"a b",%s}' % WORK: f"id: expected {NAMED}, got 'a b'",
+    b'{"id":"x","sandbox":"/","work":{"type":"Close"}}': f"sandbox: expected nothing, or {NAMED}, got '/'",
+    b'{"id":"%s",%s}' % (b"y" * 101, WORK): "id: expected `str` of length <= 100, got 'yyy",
+    b'{"id":7,%s}' % WORK: "id: expected `str`, got `int`",
+    b'{"id":"x","idd":"y",%s}' % WORK: "idd: expected no field of this name, got 'y'",
+    b'{"id":"x"}': "work: expected this field, which is required, got none",
+    b'{"id":"x","sandbox":"b","work":{"type":"Open","spec":{"root":true}}}': "work.spec.root: expected no field",
+    b'{"id":"x","work":{"type":"No"}}': "work.type: expected what the reference says of it, got Invalid value 'No'",
+    b'{"id":"x","priority":1000,%s}' % WORK: "priority: expected `int` <= 100, got 1000",
+    b'{"id":"a b"%s,%s}' % (b" " * (64 << 10), WORK): f"id: expected {NAMED}, got something else",
+    b"[]": "body: expected `object`, got `array`",
+}
+
+
+def test_an_error_names_the_field_of_the_body_and_what_it_takes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asked(tmp_path) as caller:
+            for body, says in FIELDS.items():
+                error = (await caller.ask("POST", "/v1/actions", body=body, headers=JSON)).error
+                assert error["message"].startswith(says) and error["field"] == says.partition(":")[0]
+            error = (await caller.ask("POST", "/v1/acknowledge", {"actions": ["x", "/"]})).error
+            assert error["message"] == f"actions[1]: expected {NAMED}, got '/'"
 
     asyncio.run(main())
 
@@ -320,6 +349,17 @@ def test_what_is_no_http_is_refused_in_json_and_cut_off(tmp_path: Path) -> None:
             await unchanged(caller)
 
     asyncio.run(main())
+
+
+def test_what_is_no_http_is_logged_once_with_its_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with asked(tmp_path) as caller, line(caller.address) as raw:
+            await raw.send(NO_HTTP[0])
+            await raw.ended()
+
+    asyncio.run(main())
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["malformed request address='127.0.0.1'"]
 
 
 def test_several_requests_in_one_go_are_answered_in_their_order(tmp_path: Path) -> None:
@@ -573,7 +613,7 @@ def test_plain_http_at_a_port_of_tls_fails_cleanly(
             async with line(plain) as raw:
                 await raw.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert b"HTTP/1.1 200" not in await raw.ended()
-            with pytest.raises(ManagerError, match="there is no service"):
+            with pytest.raises(ManagerError, match="if it speaks TLS, its address begins with https://"):
                 async with connect(plain):
                     pass
             trust = ssl.create_default_context(cafile=certificate["tls_certificate"])

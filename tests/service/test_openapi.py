@@ -17,11 +17,13 @@ import pytest
 from tests.service.asking import ADMIN_TOKEN, asked, token_file
 from tests.service.shared import serving
 
+from tangram.cli.http_page import http_page
 from tangram.config import RunLimits
 from tangram.managers.quota import Quota
 from tangram.service.api import STATUS_BY_CODE
 from tangram.service.openapi import document
 from tangram.service.routes import ROUTES
+from tangram.service.wire import NAME_WORDS
 
 EXAMPLES_MAX = 12
 """Of each operation and each way to make them: all take less than a minute."""
@@ -42,6 +44,14 @@ def test_every_route_is_in_it_and_nothing_else() -> None:
     assert {(method, path) for method, path, _ in operations()} == routes
     names = [operation["operationId"] for _, _, operation in operations()]
     assert len(set(names)) == len(names)
+
+
+def test_what_a_name_may_be_is_said_in_words_in_the_document_and_on_the_page() -> None:
+    submission = DOCUMENT["components"]["schemas"]["Submission"]["properties"]
+    assert submission["id"]["description"] == NAME_WORDS
+    rows = http_page("").partition("### Submission")[2].partition("###")[0].splitlines()
+    assert f"| `id` | text: {NAME_WORDS} |  |" in rows
+    assert f'| `sandbox` | text: nothing, or {NAME_WORDS}; default `""` |  |' in rows
 
 
 def test_every_reference_leads_somewhere() -> None:

@@ -21,7 +21,7 @@ from tangram.client.client import Client, connect
 from tangram.client.sync import connect_sync
 from tangram.config import DeviceConfig, ModelConfig, RunLimits
 from tangram.core.action import Status
-from tangram.errors import ActionTimedOut, InvalidAction, InvalidConfig, ManagerError
+from tangram.errors import ActionTimedOut, AdmissionRefused, FileFailed, InvalidAction, InvalidConfig, ManagerError
 from tangram.service import desk
 
 DEADLINE_S = 60.0
@@ -197,9 +197,10 @@ def test_a_run_that_is_revoked_loses_all_that_it_has(tmp_path: Path) -> None:
             while b'"running_total":1' not in await wire.ask("GET", "/v1/view"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await wire.ask("DELETE", "/v1/runs/math")
-            assert (await running).status is Status.CANCELLED  # it was waited for before
+            ended = await running  # it was waited for before
+            assert (ended.status, ended.reason) == (Status.CANCELLED, "its run math was revoked")
             assert b"math/" not in await wire.ask("GET", "/v1/sandboxes")
-            with pytest.raises(ManagerError, match="valid token"):
+            with pytest.raises(ManagerError, match=f"{wire.url} does not know this token: it was revoked"):
                 await box.exec("true")
 
     asyncio.run(main())
@@ -287,13 +288,37 @@ def test_a_run_gets_another_token_and_keeps_all_that_it_has(tmp_path: Path) -> N
             box = await math.sandbox().__aenter__()
             await box.write("a", "kept")
             renewed = msgspec.json.decode(await wire.ask("POST", "/v1/runs/math/token"))
-            with pytest.raises(ManagerError, match="valid token"):
+            with pytest.raises(ManagerError, match="does not know this token"):
                 await box.read("a")
             async with connect(wire.url, token=renewed["token"]) as again:
                 ask = again._transport.wire.ask  # type: ignore[attr-defined]
                 assert await ask("GET", f"/v1/sandboxes/{box.name}/files", path="a") == b"kept"
 
     asyncio.run(main())
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_go_in_and_out_up_to_the_limit_of_the_service_which_is_named(tmp_path: Path) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox() as box:
+            await box.write("small", b"x" * 1000)
+            assert (await box.download("small", tmp_path / "here")).read_bytes() == b"x" * 1000
+            assert await box.read("small", bytes_max="1GiB") == b"x" * 1000
+            assert (await box.download("small", tmp_path / "there", bytes_max="9GiB")).exists()
+            for sent in (box.write("large", b"x" * 60_000), box.upload(large, ".")):
+                with pytest.raises(AdmissionRefused, match=r"more than 50000 bytes, .*\(file_bytes_max\)") as caught:
+                    await sent
+                assert caught.value.limit == "file_bytes_max"
+            await box.write("a", b"x" * 40_000)
+            await box.write("b/c", b"x" * 40_000)
+            with pytest.raises(FileFailed, match="50000"):
+                await box.download("/work", tmp_path / "nowhere")
+
+    large = tmp_path / "large"
+    large.write_bytes(b"x" * 60_000)
+    play(tmp_path / "service", test, limits=RunLimits(file_bytes_max=50_000))
 
 
 # ---- connecting ---------------------------------------------------------------------------------------------------
@@ -308,6 +333,26 @@ def test_what_is_no_service_is_said_at_once() -> None:
         asyncio.run(main("http://127.0.0.1:9"))
     with pytest.raises(InvalidConfig, match="ca"):
         asyncio.run(main("https://127.0.0.1:9", ca="/nowhere.pem"))
+
+
+def test_whoever_cannot_be_let_in_is_told_why_and_where(tmp_path: Path) -> None:
+    async def refused(url: str, token: str = "") -> str:
+        with pytest.raises(ManagerError) as caught:
+            async with connect(url, token=token):
+                pass
+        return str(caught.value)
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), serving(tmp_path, admin_token_file=str(admin_token(tmp_path))) as up:
+            said = f"{up.address} does not know this token: it was revoked, or is that of another service"
+            assert await refused(up.address, "another") == said
+            assert (await refused(up.address)).startswith(f"{up.address} wants a token: give it to connect(url, token=")
+            secure = up.address.replace("http://", "https://")
+            assert await refused(secure, ADMIN) == f"{secure} does not speak TLS: its address may begin with http://"
+        said = f"there is no service at {up.address} (Connection refused): start one with `tangram serve`"
+        assert (await refused(up.address, ADMIN)).startswith(said)
+
+    asyncio.run(main())
 
 
 def test_leaving_the_connection_ends_what_it_has_there(tmp_path: Path) -> None:

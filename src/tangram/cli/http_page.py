@@ -136,7 +136,8 @@ def _json(field: msgspec.structs.FieldInfo) -> str:
 def _type(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Annotated:
-        return _type(get_args(kind)[0])
+        said = [each.description for each in get_args(kind)[1:] if getattr(each, "description", None)]
+        return ": ".join([_type(get_args(kind)[0]), *said])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(each) for each in get_args(kind))
     if origin is typing.Literal:

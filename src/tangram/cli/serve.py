@@ -64,25 +64,23 @@ def serve(
     """
     import asyncio
 
-    from tangram.config import require_files
+    from tangram.config import placed
 
     said = _config(config, listen)
-    require_files(said)
-    if check:
-        from tangram.service.serve import manager_of, models_of
-
-        manager_of(said, ())
-        models_of(said, lambda event: None)
-        typer.echo(f"{config or 'the defaults'}: right; would listen on {said.service.listen}")
-        return
-    _log(verbose)
-    _allow_open_files()
     try:
+        from tangram.service.serve import require_usable
         from tangram.service.serve import serve as run
     except ImportError as error:
         said_missing = f"the service needs {error.name}, which is not here: pip install 'arl-tangram[serve]'"
         raise TangramError(said_missing) from None
-    asyncio.run(run(said, on_up=_tell))
+    with placed(config, () if listen is None else ("service.listen",)):
+        if check:
+            require_usable(said)
+            typer.echo(f"{config or 'the defaults'}: right; would listen on {said.service.listen}")
+            return
+        _log(verbose)
+        _allow_open_files()
+        asyncio.run(run(said, on_up=_tell))
 
 
 def _config(path: Path | None, listen: str | None) -> Config:
@@ -97,7 +95,6 @@ def _config(path: Path | None, listen: str | None) -> Config:
 
         folder = state_directory() / "service"
         said = parse(f'[service]\njournal = "{folder}/journal.db"\nevent_log = "{folder}/events.jsonl"\n', "defaults")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     assert isinstance(said, Config)
     if listen is None:
         return said

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from tangram.client.reaching import broken_off, no_service, reason, unknown_token, wants_token, without_tls
 from tangram.client.remote_files import RemoteFiles, RemoteImages
 from tangram.client.transport import Pending
 from tangram.core.action import Action, Outcome, Status
@@ -185,6 +186,9 @@ class Wire:
             raise ManagerError(said, retry=False) from None
         if fault.code in ("draining", "journal_failed", "rate", "too_slow") and fault.limit != "wrong_tokens":
             raise _Again(fault.message)
+        if fault.code == "unauthorized":
+            how = "give it to connect(url, token=...), or set TANGRAM_TOKEN"
+            raise ManagerError(unknown_token(self.url) if self._token else wants_token(self.url, how), retry=False)
         raise fault.exception()
 
     async def until_answered(self, once: Callable[[], Coroutine[Any, Any, T]], patience_s: float | None = None) -> T:
@@ -372,10 +376,19 @@ class RemoteTransport:
 
     async def _first_answer(self) -> bytes:
         """Whoever is not there at all is not waited for."""
+        import aiohttp
+
+        url = self.wire.url
         try:
             return await self.wire._once("GET", "/v1/about", None, {}, 0.0)
         except _Again as error:
-            raise ManagerError(f"there is no service at {self.wire.url}: {error}") from None
+            cause = error.__cause__
+            if isinstance(cause, aiohttp.ClientConnectorSSLError):
+                raise ManagerError(without_tls(url), retry=False) from None
+            if isinstance(cause, aiohttp.ServerDisconnectedError):
+                raise ManagerError(broken_off(url, str(cause))) from None
+            why = reason(cause.os_error) if isinstance(cause, aiohttp.ClientConnectorError) else str(error)
+            raise ManagerError(no_service(url, why)) from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,13 +1,14 @@
 """The files that a config names.
 
-Owns their checks, and the reading of the admin's token. Never writes. Promises that a service whose files were required
-does not fail for want of one of them later on, and that no error holds a token or a part of one.
+Owns their checks, and the reading of the admin's token. Leaves nothing behind. Promises that a service whose files were
+required does not fail for want of one of them later on, and that no error holds a token or a part of one.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from tangram.config.tables import Config
@@ -27,14 +28,26 @@ def require_files(config: Config) -> None:
         _content("service.tls_certificate", service.tls_certificate)
         _require_secret("service.tls_key", service.tls_key)
         _content("service.tls_key", service.tls_key)
+    _require_writable("service.journal", service.journal)
     if service.event_log:
         folder = Path(service.event_log).parent
-        if not folder.is_dir():
+        if not folder.is_dir() and folder != Path(service.journal).parent:  # which the service makes
             raise InvalidConfig(
                 "service.event_log", service.event_log, f"a file in a folder that is there, not {folder}"
             )
-        if Path(service.event_log).is_dir():
-            raise InvalidConfig("service.event_log", service.event_log, "a file, not a directory")
+        _require_writable("service.event_log", service.event_log)
+
+
+def _require_writable(key: str, path: str) -> None:
+    """Whether the file is there yet or not; of folders that are to be made, the one above them all is tried."""
+    if os.path.lexists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
+        raise InvalidConfig(key, path, "a file that can be written")
+    folder = next(each for each in Path(os.path.abspath(path)).parents if os.path.lexists(each))
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # root may write anywhere, but for what is no place for files
+            pass
+    except OSError as error:
+        raise InvalidConfig(key, path, f"a file in a folder that can be written ({_reason(error)})") from error
 
 
 def admin_token(config: Config) -> str:

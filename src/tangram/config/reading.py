@@ -2,7 +2,8 @@
 
 Owns the errors: each names the file, the line where it is known, the table and the key, what came and what is valid.
 Never starts or makes anything. Promises that a Config that is handed out is valid as a whole, and that its paths are
-absolute if it was loaded from a file.
+absolute if it was loaded from a file. What only the machine can tell of a value is found later; `placed` gives it the
+same form.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import re
 import stat
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -61,6 +63,23 @@ def parse_as(kind: type[R], text: str, name: str) -> R:
     except ValueError as error:
         raise _not_toml(text, name, error) from None
     return _Reading(text, name, kind).read(kind, tables, ())
+
+
+@contextmanager
+def placed(path: Path | None, overridden: Collection[str] = ()) -> Iterator[None]:
+    """What is found wrong inside, in a config that was loaded from that file, is said with the file and the line.
+    `overridden`: keys of which the value came from elsewhere."""
+    try:
+        yield
+    except InvalidConfig as error:
+        place = place_of(error.field)
+        if path is None or error.field in overridden or place[0] not in kinds(Config):
+            raise
+        try:
+            line = Lines(_text_of(path)).of(place)
+        except InvalidConfig:  # the file is gone by now
+            line = None
+        raise InvalidConfig(_where(str(path), line) + error.field, error.value, error.expected) from error.__cause__
 
 
 def _text_of(path: Path) -> str:
@@ -115,8 +134,10 @@ class _Reading:
         try:
             return kind(**values)
         except InvalidConfig as error:
-            # The records of the core say the name of their type before the key.
-            self._wrong((*place, error.field.rpartition(".")[2]), error.value, error.expected)
+            inner = place_of(error.field)
+            if inner[0] not in takes:  # the records of the core say the name of their type before the key
+                inner = inner[1:]
+            self._wrong((*place, *inner), error.value, error.expected)
 
     def _value(self, kind: Valid | Any, value: object, place: Place) -> Any:
         if isinstance(kind, Valid):
@@ -140,11 +161,8 @@ class _Reading:
     # ---- what is wrong ----
 
     def _wrong(self, place: Place, value: object, expected: str) -> NoReturn:
-        raise InvalidConfig(f"{self._where(place)}{_shown(place)}", value, expected) from None
-
-    def _where(self, place: Place) -> str:
-        line = self._lines.of(place)
-        return f"{self._name}: " if line is None else f"{self._name}:{line}: "
+        where = _where(self._name, self._lines.of(place))
+        raise InvalidConfig(f"{where}{_shown(place)}", value, expected) from None
 
     def _unknown(self, kind: type[msgspec.Struct], key: str, place: Place) -> NoReturn:
         what = "key" if place else "table"
@@ -156,12 +174,23 @@ class _Reading:
             hint = f"it is a key of [{others[0]}]"
         else:
             hint = "there are " + ", ".join(kinds(kind))
-        field = f"{self._where((*place, key))}{_shown(place)}".removesuffix(": ")
+        where = _where(self._name, self._lines.of((*place, key)))
+        field = f"{where}{_shown(place)}".removesuffix(": ")
         raise InvalidConfig(field, key, f"a {what} that there is ({hint})") from None
 
 
+def _where(name: str, line: int | None) -> str:
+    return f"{name}: " if line is None else f"{name}:{line}: "
+
+
+def place_of(field: str) -> Place:
+    """Of a key as errors name it: `quotas[0].tokens`."""
+    names = field.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(each) if each.isdecimal() else each for each in names)
+
+
 def _shown(place: Iterable[str | int]) -> str:
-    """`quotas[0].tokens`"""
+    """The reverse of `place_of`."""
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).lstrip(".")
 
 

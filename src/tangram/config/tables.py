@@ -168,7 +168,7 @@ class RunLimits(Table, frozen=True, kw_only=True):
     images_max: valid.Count = 200
     """Images that it has and has not forgotten."""
     waiting_max: valid.Count = 20_000
-    """Actions that wait."""
+    """Actions under way, waiting or running."""
     requests_per_s: valid.PerSecond = 5000.0
     """Requests per second, in the long run."""
     requests_burst: valid.Count = 10_000
@@ -297,7 +297,8 @@ class Config(Root, frozen=True, kw_only=True):
 
 
 def _require_own_names(key: str, records: Iterable[QuotaConfig | ModelConfig]) -> None:
-    names = [record.name for record in records]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidConfig(key, name, "each name once")
+    seen: dict[str, int] = {}
+    for at, record in enumerate(records):
+        if record.name in seen:
+            raise InvalidConfig(f"{key}[{at}].name", record.name, f"each name once; {key}[{seen[record.name]}] has it")
+        seen[record.name] = at

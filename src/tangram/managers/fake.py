@@ -490,7 +490,7 @@ class FakeManager:
         box, at = self._looked_up("read", sandbox, path)
         content = box.content(at)
         if len(content) > bytes_max:
-            raise FileFailed(path, f"has {len(content)} bytes, more than the {bytes_max} that were asked for")
+            raise FileFailed(path, f"has {len(content)} bytes, more than the {bytes_max} that may be read")
         return content
 
     async def write(self, sandbox: str, path: str, content: bytes, *, mode: int) -> None:

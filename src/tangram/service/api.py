@@ -26,6 +26,7 @@ from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidI
 from tangram.service.auth import Bucket, Caller, Guesses, Runs
 from tangram.service.fault import Draining, Fault, NotFound, fault_of
 from tangram.service.journal import JournalConflict, JournalFailed
+from tangram.service.malformed import malformed
 from tangram.service.wire import WAIT_S, WAIT_S_MAX, Caps, Problem
 
 BODY_S = 30.0
@@ -40,6 +41,8 @@ UPLOADS_OF_RUN_MAX = 8
 """At once, of one run: whoever sends slowly holds up its own ones only."""
 WAIT_SAID_S_MAX = 3600.0
 """What a client is told to wait at most."""
+WHOLE_MAX = 1 << 53
+"""The last whole number that every client can tell from its neighbours."""
 
 log = logging.getLogger("tangram.http")
 
@@ -117,6 +120,10 @@ class Ask:
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
             raise InvalidAction(name, text, f"a whole number from 0 to {most}")
         return int(text)
+
+    def at_most(self, name: str, most: int) -> int:
+        """A bound of the caller's, below ours."""
+        return min(most, self.whole(name, most, WHOLE_MAX))
 
     def octal(self, name: str, default: int) -> int:
         text = self.text(name, f"{default:04o}")
@@ -281,7 +288,7 @@ async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int
         inner = error.__cause__
         if isinstance(inner, TangramError):
             raise inner from None
-        raise InvalidAction("body", _Said(error), "what the reference says of this request") from None
+        raise malformed(error, body) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal("invalid_json", f"the body is no JSON: {error}") from None
 
@@ -289,16 +296,6 @@ async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
 """What curl says of whatever it sends; it is read as JSON all the same."""
-
-
-class _Said:
-    """Shown as it is."""
-
-    def __init__(self, error: Exception) -> None:
-        self._text = str(error)
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 async def read_body(request: Request, bytes_max: int, limit: str) -> bytes:
@@ -336,7 +333,7 @@ async def _received(request: Request, end_s: float) -> tuple[bytes, bool]:
 
 
 def _too_large(bytes_max: int, limit: str) -> Refusal:
-    return Refusal("too_large", f"the body has more than {bytes_max} bytes", limit=limit)
+    return Refusal("too_large", f"it has more than {bytes_max} bytes, which is the most ({limit})", limit=limit)
 
 
 class Uploads:

@@ -200,6 +200,9 @@ class Desk:
     def _tell(self, live: Live, settled: Settled) -> None:
         if self._warm and isinstance(live.work, Open) and settled.outcome.status is Status.SUCCEEDED:
             self._prepare(live.work)
+        if live.revoked and settled.outcome.status is Status.CANCELLED:
+            outcome = msgspec.structs.replace(settled.outcome, reason=f"its run {live.action.run} was revoked")
+            settled = msgspec.structs.replace(settled, outcome=outcome)
         if not live.settled.done():
             live.settled.set_result(settled)
         _set(live.started)
@@ -364,6 +367,7 @@ class Desk:
         """Its actions are cancelled and its sandboxes closed; then its results go."""
         lives = self._lives.of_space(space)
         for live in lives:
+            live.cancelled = live.revoked = True
             self.orchestrator.cancel(live.action.id)
             self._quotas.let_go(live.action.id)
         if lives:

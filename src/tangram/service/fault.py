@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     expected: str = ""
     """and what would be right."""
     limit: str = ""
-    """`refused`: the name of the limit."""
+    """`refused`, `rate` and `too_large`: the name of the limit."""
     path: str = ""
     """`file_failed`: the file."""
     retry: bool = False
@@ -55,7 +55,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def exception(self) -> TangramError:
         if self.code in _INVALID:
             return _INVALID[self.code](self.field, _Shown(self.value), self.expected)
-        if self.code == "refused":
+        if self.code in ("refused", "too_large"):
             return AdmissionRefused(self.limit, self.message)
         if self.code == "file_failed":
             return FileFailed(self.path, self.message)

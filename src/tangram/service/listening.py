@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -36,6 +37,8 @@ KEEP_ALIVE_S = 75.0
 STOP_S = 10.0
 """For answers that are under way when the service stops."""
 BACKLOG = 4096
+
+log = logging.getLogger("tangram.http")
 
 
 class Phase(enum.Enum):
@@ -173,6 +176,7 @@ class Patience(HttpToolsProtocol):
             self._unread = None
 
     def send_400_response(self, msg: str) -> None:
+        log.warning("malformed request address=%r", self.client[0] if self.client else "")
         self._refuse(Fault(code="invalid_http", message="this is no HTTP that can be understood"))
 
     def _refuse(self, fault: Fault) -> None:
@@ -188,6 +192,11 @@ class Patience(HttpToolsProtocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Anybody can ask for that as often as they like: it is answered as what it is besides, and not logged."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Of what uvicorn logs: `send_400_response` says it as well, with the address."""
+    return record.msg != "Invalid HTTP request received."
 
 
 class _Server(uvicorn.Server):
@@ -238,6 +247,7 @@ async def serving(
         ssl_certfile=certificate or None,
         ssl_keyfile=key or None,
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
     try:

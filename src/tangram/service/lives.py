@@ -24,6 +24,7 @@ class Live:
         "action",
         "cancelled",
         "makes_box",
+        "revoked",
         "seen_s",
         "settled",
         "started",
@@ -42,6 +43,8 @@ class Live:
         self.settled: asyncio.Future[Settled] = loop.create_future()
         self.cancelled = False
         """Somebody asked for that, perhaps before the orchestrator had it."""
+        self.revoked = False
+        """Its run was revoked while it was under way."""
         self.makes_box = False
         """It opens a sandbox: if it does not succeed, there is none."""
         self.seen_s = now

@@ -22,6 +22,7 @@ from tangram.errors import InvalidAction
 from tangram.managers.base import Manager
 from tangram.managers.quota import Quota
 from tangram.service.api import (
+    WHOLE_MAX,
     Ask,
     Uploads,
     file_answer,
@@ -153,7 +154,7 @@ class Api:
         return json_answer(reply)
 
     async def output(self, ask: Ask) -> Response:
-        chunks = self._desk.follow(ask.caller, ask.part("id"), ask.whole("after", 0, 1 << 53))
+        chunks = self._desk.follow(ask.caller, ask.part("id"), ask.whole("after", 0, WHOLE_MAX))
 
         async def lines() -> AsyncIterator[bytes]:
             async for chunk in chunks:
@@ -199,7 +200,7 @@ class Api:
 
     async def read_file(self, ask: Ask) -> Response:
         box, path = self._box(ask)
-        most = ask.whole("bytes_max", FILE_BYTES_MAX, FILE_BYTES_MAX)
+        most = ask.at_most("bytes_max", FILE_BYTES_MAX)
         async with self._reading:
             content = await self._manager.read(box, path, bytes_max=most)
         return Response(content, media_type="application/octet-stream")
@@ -223,7 +224,7 @@ class Api:
 
     async def read_tree(self, ask: Ask) -> Response:
         box, path = self._box(ask)
-        most = ask.whole("bytes_max", self._desk.limits.file_bytes_max, self._desk.limits.file_bytes_max)
+        most = ask.at_most("bytes_max", self._desk.limits.file_bytes_max)
         file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - the answer closes it
         try:
             async with self._reading:
@@ -353,7 +354,7 @@ class Api:
         return json_answer(self._sight.view(ask.caller))
 
     async def timeline(self, ask: Ask) -> Response:
-        after, limit = ask.whole("after", 0, 1 << 53), ask.whole("limit", TIMELINE_ROWS, 1 << 20)
+        after, limit = ask.whole("after", 0, WHOLE_MAX), ask.whole("limit", TIMELINE_ROWS, 1 << 20)
         return json_answer(self._sight.timeline(after, min(limit, TIMELINE_ROWS), ask.caller))
 
     async def trace(self, ask: Ask) -> Response:
@@ -388,7 +389,11 @@ _WEIGHT = msgspec.json.Decoder(WeightRequest)
 _POOL = msgspec.json.Decoder(PoolRequest)
 _NODE = msgspec.json.Decoder(NodeRequest)
 
-BYTES_MAX = Query("bytes_max", {"type": "integer", "minimum": 0}, "refuse what is larger")
+BYTES_MAX = Query(
+    "bytes_max",
+    {"type": "integer", "minimum": 0},
+    f"refuse what is larger; never more than {FILE_BYTES_MAX >> 20} MiB of a file and limits.file_bytes_max of a tree",
+)
 FILE_MODE = Query(
     "mode", {"type": "string", "pattern": "^[0-7]{3,4}$", "default": f"{MODE:04o}"}, "permissions of the file, in octal"
 )

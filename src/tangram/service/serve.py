@@ -32,6 +32,7 @@ from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManager, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
+from tangram.managers.models.preparing import require_importable
 from tangram.managers.quota import Quota, QuotaManager, Rate
 from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, Hold, Work
 from tangram.service.api import Door
@@ -41,6 +42,7 @@ from tangram.service.desk import SWEEP_S, Desk, quota_pools
 from tangram.service.event_log import EventLog
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal, JournalFailed
+from tangram.service.keys import as_keys
 from tangram.service.listening import bind, serving
 from tangram.service.metrics import Metrics
 from tangram.service.orchestrator import Orchestrator
@@ -120,6 +122,7 @@ async def running(config: Config) -> AsyncIterator[Up]:
     require_files(config)
     listening = bind(config.listen_host, config.listen_port)
     async with AsyncExitStack() as stack:
+        stack.enter_context(as_keys(config))
         stack.callback(listening.close)
         path = Path(config.service.journal)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,6 +158,17 @@ async def running(config: Config) -> AsyncIterator[Up]:
                 finally:
                     parts.desk.draining = parts.picture.draining = True
                     await _drain(parts.orchestrator, up, service.drain_s)
+
+
+def require_usable(config: Config) -> None:
+    """Raises InvalidConfig for what would keep a service from starting, as far as that shows without making
+    anything."""
+    require_files(config)
+    with as_keys(config):
+        manager_of(config, ())
+        models_of(config, lambda event: None)
+        for service in config.services:
+            require_importable(service.name, service.engine)
 
 
 async def _drain(orchestrator: Orchestrator, up: Up, limit_s: float) -> None:
@@ -320,7 +334,8 @@ def models_of(config: Config, tell: Callable[[Event], None]) -> ModelManager | N
         return None
     devices = [_device(each) for each in config.devices] or list(discover())
     if not devices:
-        raise InvalidConfig("devices", (), "at least one [[devices]]: this machine has none of CUDA")
+        names = [service.name for service in config.services]
+        raise InvalidConfig("services", names, "at least one [[devices]] beside them: this machine has none of CUDA")
     return ModelManager([_service(each) for each in config.services], devices, tell, node=config.node.name)
 
 

@@ -29,8 +29,14 @@ WAIT_S_MAX = 60.0
 """Of a long poll: what sits between may cut off longer ones."""
 WAIT_S = 20.0
 
-Name = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$", max_length=NAME_LENGTH_MAX)]
-MaybeName = Annotated[str, msgspec.Meta(pattern=f"^({NAME.pattern})?$", max_length=NAME_LENGTH_MAX)]
+NAME_WORDS = f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
+MAYBE_NAME_WORDS = f"nothing, or {NAME_WORDS}"
+WORDS_BY_PATTERN = {f"^{NAME.pattern}$": NAME_WORDS, f"^({NAME.pattern})?$": MAYBE_NAME_WORDS}
+
+Name = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$", max_length=NAME_LENGTH_MAX, description=NAME_WORDS)]
+MaybeName = Annotated[
+    str, msgspec.Meta(pattern=f"^({NAME.pattern})?$", max_length=NAME_LENGTH_MAX, description=MAYBE_NAME_WORDS)
+]
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -246,7 +252,5 @@ def submission_of(action: Action, work: AnyWork, *, follow: bool) -> Submission:
 
 def require_name(field: str, name: str) -> str:
     if len(name) > NAME_LENGTH_MAX or not NAME.fullmatch(name):
-        raise InvalidAction(
-            field, name, f"1 to {NAME_LENGTH_MAX} letters, digits, '.', '_' or '-', the first no '.' or '-'"
-        )
+        raise InvalidAction(field, name, NAME_WORDS)
     return name

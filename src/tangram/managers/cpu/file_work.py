@@ -55,7 +55,7 @@ def _read(request: Message) -> int:
             raise OSError(errno.EINVAL, "is not a regular file")
         left = int(request["bytes_max"])
         if found.st_size > left:
-            raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {left} were asked for")
+            raise OSError(errno.EFBIG, f"has {found.st_size} bytes, at most {left} may be read")
         while left > 0 and (data := file.read(min(left, 1 << 20))):
             left -= len(data)
             while data:

@@ -112,7 +112,7 @@ class Filing:
             finally:
                 total = await asyncio.shield(received)
         if total > most:
-            raise FileFailed(path, f"has more than the {most} bytes that were asked for")
+            raise FileFailed(path, f"has more than the {most} bytes that may be read")
         if failure is not None:
             raise failure
 

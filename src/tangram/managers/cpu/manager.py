@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 import shutil
@@ -101,7 +102,6 @@ class SandboxManager(FiledApart):
         self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
         self._total = round(self._machine.cores * CORE)
         self._cores = Cores(self._total, self._machine.cpus, self._machine.cpus_by_cell)
-        self.images = ImageStore(self._state / "images")
         self._numbers = count(1)
         self._sandboxes: dict[str, Sandbox] = {}
         """By the name that the caller knows."""
@@ -117,6 +117,11 @@ class SandboxManager(FiledApart):
         self._renewing = asyncio.Lock()
         """Held while a spawner is started."""
         self._filing: Filing = Filing(self._found, self._running_spawner)
+
+    @functools.cached_property
+    def images(self) -> ImageStore:
+        """Whoever only makes a manager, and never enters it, makes no folders."""
+        return ImageStore(self._state / "images")
 
     def pools(self) -> tuple[Pool, ...]:
         machine = self._machine

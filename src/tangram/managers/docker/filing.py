@@ -139,7 +139,7 @@ class Filing:
         if failure is not None:
             raise failure
         if total > bytes_max:
-            raise FileFailed(path, f"has more than the {bytes_max} bytes that were asked for")
+            raise FileFailed(path, f"has more than the {bytes_max} bytes that may be read")
 
     async def unpack(self, sandbox: str, path: str, tar: BinaryIO) -> None:
         container = self._found(sandbox)
@@ -258,7 +258,7 @@ async def _only_file(path: str, about: Json, pieces: AsyncIterator[bytes], bytes
     if about["mode"] & GO_TYPES:
         raise FileFailed(path, "is not a regular file")
     if about["size"] > bytes_max:
-        raise FileFailed(path, f"has {about['size']} bytes, at most {bytes_max} were asked for")
+        raise FileFailed(path, f"has {about['size']} bytes, at most {bytes_max} may be read")
     content = bytearray()
     async for piece in pieces:
         content += piece

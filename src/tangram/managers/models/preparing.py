@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.models import hostcopy
-from tangram.managers.models.process import DeviceProcess, ServiceFailed
+from tangram.managers.models.process import START_S_MAX, DeviceProcess, ServiceFailed, search_path
 from tangram.managers.models.service import Service
 from tangram.managers.models.wire import Known, Prepare
 from tangram.managers.process_tree import Census
@@ -71,3 +73,17 @@ async def _prepare(process: DeviceProcess, service: Service, copy_fd: int) -> Pr
     need_by_degree = {degree: need + -(-spare // degree) for degree, need in done.needs.items()}
     known = Known(service=service.name, engine=engine, copy_fd=copy_fd, layout=done.layout)
     return Prepared(known, need_by_degree, done.batch_max)
+
+
+def require_importable(service: str, engine: str) -> None:
+    """Raises InvalidConfig unless a process like those of devices can import it. Nothing of it stays here."""
+    program = f"{search_path()}; from {__package__}.service import imported; imported({engine!r})"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=START_S_MAX
+        )
+    except subprocess.TimeoutExpired:
+        raise InvalidConfig(f"service {service} engine", engine, f"one that is imported in {START_S_MAX:g} s") from None
+    if done.returncode:
+        why = (done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise InvalidConfig(f"service {service} engine", engine, f'"module:name" that can be imported ({why})')

@@ -41,6 +41,11 @@ START_S_MAX = 300.0
 """To be ready: PyTorch and models are imported, from a cold disk perhaps."""
 
 
+def search_path() -> str:
+    """What a program says first to import what this process can, and what lies where it was started."""
+    return f"import sys; sys.path[:] = {[*sys.path, os.getcwd()]!r}"
+
+
 class ProcessLost(ManagerError):
     """The process has ended, and what was asked of it with it."""
 
@@ -125,8 +130,7 @@ class DeviceProcess(asyncio.Protocol):
             raise
 
     def _spawn(self, fd: int, descriptors: Sequence[int]) -> None:
-        path = [*sys.path, os.getcwd()]
-        program = f"import sys; sys.path[:] = {path!r}; from {__package__}.server import main; main({fd})"
+        program = f"{search_path()}; from {__package__}.server import main; main({fd})"
         stream = self._stream = Stream(STDERR)
         stream.begin(self._said, None)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -127,11 +127,17 @@ def engine_of(pickled: bytes) -> Engine:
     """In a process of a device: the engine itself."""
     engine, arguments = pickle.loads(pickled)
     if isinstance(engine, str):
-        module, _, attribute = engine.partition(":")
-        found: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            found = getattr(found, name)
+        found = imported(engine)
         engine = found if not isinstance(found, type) and isinstance(found, Engine) else found(**arguments)
     if not isinstance(engine, Engine):
         raise TypeError(f"expected an Engine, got {type(engine).__name__}")
     return engine
+
+
+def imported(engine: str) -> Any:
+    """What `module:name` stands for."""
+    module, _, attribute = engine.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found

@@ -53,13 +53,13 @@ class Workspace:
         with _told(path), self._at(path) as (parent, name), _opened(name, parent, os.O_PATH) as fd:
             size = _size_of_regular(fd)
             if size > bytes_max:
-                raise FileFailed(path, f"has {size} bytes, more than the {bytes_max} that were asked for")
+                raise FileFailed(path, f"has {size} bytes, more than the {bytes_max} that may be read")
             with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
                 content = bytearray()
                 while len(content) <= bytes_max and (data := file.read(COPY_BYTES)):
                     content += data
             if len(content) > bytes_max:
-                raise FileFailed(path, f"grew above the {bytes_max} bytes that were asked for")
+                raise FileFailed(path, f"grew above the {bytes_max} bytes that may be read")
             return bytes(content)
 
     def write(self, path: str, content: bytes, mode: int) -> None:
