@@ -56,6 +56,12 @@ def test_a_chat_put_together_piece_by_piece_is_what_the_template_makes_of_the_wh
     assert codec.action(codec.written("go right")) == "go right" and codec.stop == (2,)
 
 
+def test_an_answer_that_was_cut_is_ended_by_what_follows_it(tmp_path: Path) -> None:
+    codec = TextCodec(folder_of(tmp_path, chats=True))
+    whole = codec.observation("wall", first=False, cut=True)
+    assert whole == (*codec.stop, *codec.observation("wall", first=False))
+
+
 def test_without_a_template_observations_are_lines(tmp_path: Path) -> None:
     codec = TextCodec(folder_of(tmp_path, chats=False))
     line = codec.written("\n")[0]
@@ -66,6 +72,16 @@ def test_without_a_template_observations_are_lines(tmp_path: Path) -> None:
 def test_an_observation_that_holds_the_mark_is_kept_whole(tmp_path: Path) -> None:
     codec = TextCodec(folder_of(tmp_path, chats=True))
     assert codec.observation(f"wall {MARK} left", first=False).count(10) == 1
+
+
+def test_all_tokens_that_end_an_answer_are_known(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, chats=True)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1], "temperature": 0.7}')
+    codec = TextCodec(folder)
+    assert codec.stop == (2, 1) and codec.written("go") == (5, 2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(InvalidConfig, match="generation_config"):
+        TextCodec(folder)
 
 
 def test_a_folder_without_a_tokenizer_or_an_end_is_refused(tmp_path: Path) -> None:

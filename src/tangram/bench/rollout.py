@@ -149,7 +149,7 @@ class Fixed:
     def __init__(self) -> None:
         self._id_by_word = {word: number for number, word in enumerate(Waiting.words)}
 
-    def observation(self, text: str, *, first: bool) -> tuple[int, ...]:
+    def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
         return tuple(self._id_by_word[word] for word in text.split())
 
     def action(self, tokens: Sequence[int]) -> str:

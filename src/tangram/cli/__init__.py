@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -144,5 +145,7 @@ def _every_verb(
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """The entry point of the command. SIGTERM, by which clusters end jobs, cleans up as Ctrl-C does; a verb that has
+    something better to do with it says so itself."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     app(prog_name="tangram")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tangram.rl.timeline import Timeline
     from tangram.rl.trajectory_log import Reading
 
-app = typer.Typer(help="Look into the log of a rollout, and play it again.", no_args_is_help=True)
+app = typer.Typer(help="Play rollouts, look into what was played, and try environments.", no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A log of trajectories; it may still be growing.")]
 TaskName = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only trajectories of this task.")]

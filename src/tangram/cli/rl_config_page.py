@@ -14,9 +14,10 @@ from tangram.rl.settings import RewardSettings, RolloutSettings
 
 HEAD = """# The config of a rollout
 
-`tangram rl rollout CONFIG` reads a file of TOML. All of it is checked before anything starts, and what is wrong is said
-with the file, the line, the key, what came and what is valid; a key or a table that is not on this page is an error.
-What is not said has its default. Paths are relative to the folder of the file, seconds may have a point.
+`tangram rl rollout CONFIG` reads a file of TOML. All of it is checked before anything is played, and what is wrong is
+said with the file, the key, what came and what is valid, and the line where one key alone is wrong; a key or table that
+is not on this page is an error. What is not said has its default. Paths are relative to the folder of the file, and
+`module:name` is also looked for there; seconds may have a point.
 [Play a rollout](../guides/play-a-rollout.md) uses it.
 """
 

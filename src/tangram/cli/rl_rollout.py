@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import statistics
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,8 +69,12 @@ def rollout(
     settings = load_as(RolloutSettings, config)
     if seed is not None:
         settings = msgspec.structs.replace(settings, seed=seed)
-    tasks_of(settings)
-    binding = explained(settings)
+    sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
+    try:
+        tasks_of(settings)
+        binding = explained(settings)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
     if explain:
         if as_json:
             show.as_json(msgspec.to_builtins(binding))
@@ -80,20 +85,30 @@ def rollout(
         options.output_files(out=out)
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
-    collected = asyncio.run(_play(settings, groups, in_flight, out, quiet=quiet or as_json))
+    happened: list[str] = []
+    collected = asyncio.run(_play(settings, groups, in_flight, out, happened, quiet=quiet or as_json))
+    for sentence in happened:
+        typer.echo(sentence, err=True)
     if as_json:
         show.as_json(_summary(collected))
     else:
-        _print(_summary(collected), out)
+        _print(collected, out)
 
 
 async def _play(
-    settings: RolloutSettings, groups: int, in_flight: int | None, out: Path | None, *, quiet: bool
+    settings: RolloutSettings,
+    groups: int,
+    in_flight: int | None,
+    out: Path | None,
+    happened: list[str],
+    *,
+    quiet: bool,
 ) -> Collected:
     from contextlib import AsyncExitStack
 
     from tangram.rl.assembly import assembled, codec_of, tasks_of
     from tangram.rl.codec import Words
+    from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, said
     from tangram.rl.progress import RolloutProgress
     from tangram.rl.rollout import tickets
     from tangram.rl.trajectory_log import GroupClosing, TrajectoryLog, engine_event
@@ -106,9 +121,11 @@ async def _play(
             words = codec.words if isinstance(codec, Words) else ()
             log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words))
 
-        def happened(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if log is not None:
                 log.append(engine_event(event, since=since))
+            if isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
+                happened.append(said(event))
 
         progress = RolloutProgress(groups, quiet=quiet)
         with show.progress("starting", "steps") as tell:
@@ -117,8 +134,8 @@ async def _play(
                     settings,
                     on_end=log.append if log is not None else None,
                     watch=progress,
-                    on_event=happened,
-                    progress=lambda share, words: tell(round(100 * share), 100) if tell is not None else None,
+                    on_event=on_event,
+                    progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
                 )
             )
         stack.enter_context(progress)
@@ -146,10 +163,12 @@ async def _look(made: Assembled, progress: RolloutProgress) -> None:
 def _summary(collected: Collected) -> dict[str, Any]:
     import msgspec
 
+    from tangram.rl.records import Ending
     from tangram.rl.redundancy import report
 
     tasks: dict[str, dict[str, Any]] = {}
     rewards: dict[str, list[float]] = {}
+    causes: dict[str, str] = {}
     for trajectory in collected.all():
         row = tasks.setdefault(trajectory.task, {"trajectories": 0, "turns": 0, "tokens": 0, "endings": {}})
         row["trajectories"] += 1
@@ -158,18 +177,33 @@ def _summary(collected: Collected) -> dict[str, Any]:
         row["endings"][trajectory.ending.value] = row["endings"].get(trajectory.ending.value, 0) + 1
         if trajectory.reward is not None:
             rewards.setdefault(trajectory.task, []).append(trajectory.reward)
+        elif trajectory.ending in (Ending.ENV_FAILED, Ending.REWARD_FAILED):
+            causes.setdefault(f"{trajectory.task} {trajectory.ending}", trajectory.cause)
     for name, row in tasks.items():
         row["reward_mean"] = statistics.fmean(rewards[name]) if name in rewards else None
+    redundancy = report(collected.groups, collected.left_out)
     return {
         "seconds": collected.ended_s - collected.began_s,
         "groups": len(collected.groups),
         "groups_left_out": len(collected.left_out),
         "tasks": tasks,
-        "redundancy": msgspec.to_builtins(report(collected.groups, collected.left_out)),
+        "causes": causes,
+        "redundancy": msgspec.to_builtins(redundancy),
     }
 
 
-def _print(summary: dict[str, Any], out: Path | None) -> None:
+def _lines(collected: Collected, causes: dict[str, str]) -> list[str]:
+    """What went wrong first of each kind, and what was played in vain."""
+    from tangram.rl.redundancy import report
+
+    said = [f"{what}, first because: {cause}" for what, cause in causes.items()]
+    if any(group.left_out for group in collected.groups) or collected.left_out:
+        said += report(collected.groups, collected.left_out).lines()
+    return said
+
+
+def _print(collected: Collected, out: Path | None) -> None:
+    summary = _summary(collected)
     console = show.console()
     table = show.table(f"{summary['groups']} groups in {summary['seconds']:.1f} s")
     for column in ("task", "trajectories", "turns", "tokens written", "reward", "endings"):
@@ -179,5 +213,7 @@ def _print(summary: dict[str, Any], out: Path | None) -> None:
         reward = "" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
         table.add_row(name, str(row["trajectories"]), str(row["turns"]), str(row["tokens"]), reward, endings)
     console.print(table)
+    for line in _lines(collected, summary["causes"]):
+        typer.echo(line)
     if out is not None:
         typer.echo(f"wrote {out}; look at it with: tangram rl show {shlex.quote(str(out))}")

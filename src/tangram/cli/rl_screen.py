@@ -162,7 +162,8 @@ def print_listing(file: Path, header: Header, listing: Listing, rows: Sequence[R
         put(console, f"{plain(file.name)}: no trajectory" + (" that matches" if listing.tasks else " yet"))
         return
     table = show.table(f"{plain(file.name)}: {_of(len(rows), len(listing.rows))}")
-    table.add_column("trajectory", no_wrap=True)
+    # An id is there to be copied: it is whole, whatever else has to be cut.
+    table.add_column("trajectory", no_wrap=True, min_width=max(len(plain(row.id)) for row in listing.rows))
     table.add_column("ending", no_wrap=True)
     for head in ("reward", "turns", "tokens", "versions", "began", "time", "waiting"):
         table.add_column(head, justify="right", no_wrap=True)

@@ -9,6 +9,7 @@ import typer
 
 from tangram.cli import options, show
 from tangram.cli.options import Json
+from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from tangram.rl.environments.conformance import Report
@@ -65,9 +66,11 @@ async def _checked(name: str, episodes: int, seed: int, given: dict[str, Any], b
     from tangram.rl.environments.base import Outside
     from tangram.rl.environments.conformance import check as checked
     from tangram.rl.environments.registry import resolve
-    from tangram.rl.environments.sharing import needs_of, prepared
+    from tangram.rl.environments.sharing import acts_outside, needs_of, prepared
 
     task = resolve(name)
+    if backend is None and acts_outside(task):
+        raise InvalidConfig("backend", backend, f"sandbox, docker or process, since {name} acts outside")
     async with AsyncExitStack() as stack:
         client = None
         if backend is not None:

@@ -1,7 +1,8 @@
 """Assembly: all that a rollout needs, made of its settings and taken down again.
 
+    upcoming = tickets(settings)
     async with assembled(settings) as made:
-        batch = await made.rollout.collect(tickets(settings), groups=16)
+        batch = await made.rollout.collect(upcoming, groups=16)    # and again, for the next batch
 
 Owns the order: the vocabulary that the tasks share, the model and its first published weights, the connection in which
 the tasks act, the engines behind their gateway, and the rollout itself. Never plays. Promises that nothing of it is
@@ -11,7 +12,6 @@ left afterwards: no process, no sandbox, no file.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -29,7 +29,9 @@ from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.environments.sharing import Progress, acts_outside, needs_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.gateway_records import Event
+from tangram.rl.published import published_folder
 from tangram.rl.records import Trajectory
+from tangram.rl.reward import settings_for
 from tangram.rl.rollout import Rollout, Watches
 from tangram.rl.settings import EngineSettings, OutsideSettings, RolloutSettings
 
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
 
 WORDS = "words.json"
 """In the folder of a checkpoint: its vocabulary, if it is one of words."""
-SHARED_MEMORY = Path("/dev/shm")
-"""Where weights are published, so that engines read them from memory."""
 
 
 class Assembled(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +69,9 @@ async def assembled(
     tasks = tasks_of(settings)
     codec = codec_of(settings, tasks)
     async with AsyncExitStack() as stack:
-        if client is None and any(acts_outside(task) for task in tasks):
+        if client is None and _needs_client(settings, tasks):
             client = await stack.enter_async_context(await connection(settings.outside, tasks, progress))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tangram-weights-", dir=_memory())))
+        folder = stack.enter_context(published_folder())
         weights = first_weights(settings, codec, folder)
         gateway = Gateway(engines_of(settings), affinity=affinity_of(settings), on_event=on_event)
         stack.push_async_callback(gateway.close)
@@ -81,6 +81,12 @@ async def assembled(
             settings=settings, codec=codec, client=client, gateway=gateway, rollout=rollout, weights=weights,
             folder=folder,
         )  # fmt: skip
+
+
+def _needs_client(settings: RolloutSettings, tasks: Sequence[Task]) -> bool:
+    """Because of a task, or of where its reward comes from."""
+    rewards = (settings_for(task, each.reward).kind for task, each in zip(tasks, settings.tasks, strict=True))
+    return any(acts_outside(task) for task in tasks) or any(kind != "environment" for kind in rewards)
 
 
 def tasks_of(settings: RolloutSettings) -> list[Task]:
@@ -110,7 +116,7 @@ async def connection(outside: OutsideSettings, tasks: Sequence[Task], progress: 
         backend=outside.backend,
         cores=outside.cores,
         memory=outside.memory,
-        warm=outside.warm,
+        warm=outside.warm if outside.backend == "sandbox" else 0,
         **await needs_of(tasks, progress),
     )
 
@@ -162,7 +168,3 @@ def first_model(settings: RolloutSettings, codec: Codec) -> Transformer:
     context_max = max(engine.context_max for engine in settings.engines)
     config = small(codec.size, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=context_max)
     return Transformer.new(config, policy.seed)
-
-
-def _memory() -> Path | None:
-    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None

@@ -55,7 +55,7 @@ class Band:
     def stop(self, ending: Ending, cause: str) -> None:
         """The group is not needed any more: it ends without members. Once it has all its members, nothing."""
         if not self._over:
-            self._give_up(cause, ending)
+            self._drop_all(cause, ending, cause)
 
     # ---- members ----
 
@@ -72,7 +72,7 @@ class Band:
             record = await episode.play()
         except Exception as error:
             self._raised = self._raised or error
-            self._give_up(str(error), Ending.CANCELLED)
+            self._give_up(str(error))
         else:
             self._ended(episode, record)
         finally:
@@ -98,20 +98,23 @@ class Band:
             return
         cause = f"{record.id}: {record.ending}, {record.cause}"
         if settings.on_loss == "drop":
-            self._give_up(cause, Ending.CANCELLED)
+            self._give_up(cause)
         elif settings.on_loss == "refill" and again and self._refills < settings.refills_max:
             self._refills += 1
             self._begin(record.member, record.attempt + 1)
         elif possible < settings.size_min:
-            self._give_up(cause, Ending.CANCELLED)
+            self._give_up(cause)
         else:
             self._cause = cause
 
-    def _give_up(self, cause: str, ending: Ending) -> None:
+    def _give_up(self, cause: str) -> None:
+        self._drop_all(cause, Ending.CANCELLED, f"its group was given up: {cause}")
+
+    def _drop_all(self, cause: str, ending: Ending, cause_of_members: str) -> None:
         self._over, self._cause = True, cause
         self._left_out += self._kept
         self._kept = []
-        self._stop_all(ending, f"its group was given up: {cause}")
+        self._stop_all(ending, cause_of_members)
 
     def _stop_all(self, ending: Ending, cause: str) -> None:
         for episode in list(self._playing.values()):

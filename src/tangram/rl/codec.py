@@ -18,12 +18,13 @@ class Codec(Protocol):
     stop: tuple[int, ...]
     """Tokens each of which ends an action. They are part of it, and not of its text."""
 
-    def observation(self, text: str, *, first: bool) -> tuple[int, ...]:
-        """What the policy reads, with the marks before which it begins to write. Raises ValueError."""
+    def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
+        """What the policy reads, with the marks before which it begins to write. `cut`: the action before it was not
+        ended by the policy itself. Raises ValueError."""
         ...
 
     def action(self, tokens: Sequence[int]) -> str:
-        """What the environment reads."""
+        """What the environment reads. Raises ValueError for what is none of its tokens."""
         ...
 
     def written(self, text: str) -> tuple[int, ...]:
@@ -48,10 +49,13 @@ class Words:
         self.size = len(self.words)
         self.stop: tuple[int, ...] = (self._id_by_word[self.END],)
 
-    def observation(self, text: str, *, first: bool) -> tuple[int, ...]:
+    def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
         return (*self._ids(text), self._id_by_word[self.ACT])
 
     def action(self, tokens: Sequence[int]) -> str:
+        for token in tokens:
+            if not 0 <= token < self.size:
+                raise ValueError(f"token {token} is none of the {self.size} that the policy knows")
         return " ".join(self.words[token] for token in tokens if token not in self.stop)
 
     def written(self, text: str) -> tuple[int, ...]:

@@ -22,13 +22,13 @@ import msgspec
 
 from tangram.errors import ManagerError, TangramError
 from tangram.rl.engines.base import Generation, Noise, Request
-from tangram.rl.environments.base import Environment, Step
+from tangram.rl.environments.base import Environment, Step, metrics_of, number_of, step_of
+from tangram.rl.environments.calls import Exited, begun
 from tangram.rl.gateway_records import RequestGivenUp
 from tangram.rl.house import Arena, House
-from tangram.rl.records import Ending, Span, Stage, Ticket, Trajectory, Turn
-from tangram.rl.reward import Played, RewardFailed
+from tangram.rl.records import STOPPED, Ending, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.reward import Played, RewardFailed, Score
 
-Q = TypeVar("Q")
 T = TypeVar("T")
 
 BACKOFF_S_MAX = 30.0
@@ -95,6 +95,8 @@ class Episode:
         self._noise = Noise(seed=ticket.seed, member=member, attempt=attempt)
         self._began_s = self._now()
         self._environment: Environment | None = None
+        self._call: asyncio.Task[Any] | None = None
+        """Of the environment or its reward, that is not answered yet."""
         self._held: list[asyncio.Semaphore] = []
         self._tokens: tuple[int, ...] = ()
         self._observation = ""
@@ -124,7 +126,7 @@ class Episode:
     def stop(self, ending: Ending, cause: str) -> None:
         """It ends with this as soon as it can be: the request is aborted, the environment closed. Once it is over or
         stopped, nothing."""
-        assert ending in (Ending.STALE, Ending.CANCELLED), f"{self.id} cannot be stopped as {ending}"
+        assert ending in STOPPED, f"{self.id} cannot be stopped as {ending}"
         if self._over or self._stopped is not None:
             return
         self._stopped = _End(ending, cause)
@@ -241,8 +243,7 @@ class Episode:
                 self._hear(step.observation)
 
     async def _turn(self, room: int) -> Step:
-        generation = await self._generate(room)
-        action = self._house.codec.action(generation.tokens)
+        generation, action = await self._generate(room)
         self.turns.append(
             Turn(
                 observation=self._observation,
@@ -267,13 +268,14 @@ class Episode:
     def _hear(self, observation: str) -> None:
         """Encoded here, and nowhere again."""
         try:
-            self._heard = self._house.codec.observation(observation, first=not self.turns)
+            cut = bool(self.turns) and self.turns[-1].cut
+            self._heard = self._house.codec.observation(observation, first=not self.turns, cut=cut)
         except ValueError as error:
             raise EnvironmentFailed(f"it said what the policy cannot read: {error}", retry=False) from error
         self._observation = observation
 
     def _require_wanted(self) -> None:
-        """Raises _Stopped; CancelledError, if somebody cancelled this and an environment kept it to itself."""
+        """Raises _Stopped; CancelledError, if somebody cancelled this and it was kept from it."""
         assert self._task is not None
         if self._stopped is None and self._house.fresh is not None and not self._house.fresh(self):
             self._stopped = self._stopped or _End(Ending.STALE, f"its first token is of version {self.version_first}")
@@ -292,9 +294,9 @@ class Episode:
                 self._house.barrier.join(self.id)
             try:
                 self._environment = arena.make(self._outside, **settings.options)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise EnvironmentFailed(f"no environment: {_words(error)}") from error
-            observation = await self._asked("reset", self._environment.reset, self._seed, settings.reset_timeout_s)
+            observation = await self._asked("reset", settings.reset_timeout_s, self._environment.reset, self._seed)
             if not isinstance(observation, str):
                 raise EnvironmentFailed(f"reset gave {type(observation).__name__}, no text", retry=False)
             return observation
@@ -303,25 +305,25 @@ class Episode:
         assert self._environment is not None
         with self._doing(Stage.STEP) as doing:
             await self._meet(doing, "the slowest generation")
-            step = await self._asked("step", self._environment.step, action, self._arena.settings.step_timeout_s)
-            if not _well_formed(step):
-                raise EnvironmentFailed(f"step gave no Step with a text, a number and metrics: {step!r}", retry=False)
-            return step
+            step = await self._asked("step", self._arena.settings.step_timeout_s, self._environment.step, action)
+            try:
+                return step_of(step)
+            except TypeError as error:
+                raise EnvironmentFailed(f"step gave no Step as it should be: {error}", retry=False) from error
 
-    async def _asked(self, what: str, ask: Callable[[Q], Awaitable[T]], question: Q, timeout_s: float) -> T:
+    async def _asked(self, what: str, timeout_s: float, ask: Callable[..., Awaitable[T]], question: object) -> T:
         """Raises EnvironmentFailed for all that an environment may do."""
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                return await ask(question)
-        except asyncio.CancelledError as error:
-            if self._cancelled():
-                raise
-            raise EnvironmentFailed(f"{what} cancelled itself") from error
-        except Exception as error:
-            if limit.expired():
-                raise EnvironmentFailed(f"no answer to {what} within {timeout_s:g} s") from error
+        call = self._call = begun(ask, question)
+        await asyncio.wait({call}, timeout=timeout_s)
+        if not call.done():
+            raise EnvironmentFailed(f"no answer to {what} within {timeout_s:g} s")
+        self._call = None
+        if call.cancelled():
+            raise EnvironmentFailed(f"{what} cancelled itself")
+        error = call.exception()
+        if error is not None:
             raise EnvironmentFailed(f"{what} raised {_words(error)}") from error
+        return call.result()
 
     def _limit(self, name: str) -> int:
         """What the settings say, else the environment, whose options may change what its task says."""
@@ -331,12 +333,13 @@ class Episode:
 
     def _drop_environment(self) -> None:
         if self._environment is not None:
-            self._house.closings.close(self._environment, self.id)
-            self._environment = None
+            self._house.closings.close(self._environment, self.id, self._call)
+            self._environment = self._call = None
 
     # ---- the engine ----
 
-    async def _generate(self, room: int) -> Generation:
+    async def _generate(self, room: int) -> tuple[Generation, str]:
+        """With its text. Raises ManagerError for what is no answer to the request."""
         arena, house = self._arena, self._house
         with self._doing(Stage.GENERATE) as doing:
             await self._take(arena.slots.turns, doing)
@@ -359,9 +362,19 @@ class Episode:
                 if self._cancelled():
                     raise
                 raise ManagerError(f"{request.id}: the engines gave it up without a reason") from error
+            action = self._read(request, generation)
             if generation.waiting_s > 0.0:
                 doing.waited(generation.waiting_s, generation.engine or "engine")
-            return generation
+            return generation, action
+
+    def _read(self, request: Request, generation: Generation) -> str:
+        wrong = _wrong_with(generation)
+        if not wrong:
+            try:
+                return self._house.codec.action(generation.tokens)
+            except (ValueError, TypeError, OverflowError) as error:
+                wrong = _words(error)
+        raise ManagerError(f"{request.id}: what the generator gave for it cannot be read: {wrong}", retry=False)
 
     # ---- the reward ----
 
@@ -381,23 +394,30 @@ class Episode:
         )
         with self._doing(Stage.REWARD) as doing:
             try:
-                score = await self._arena.reward.score(played)
-            except asyncio.CancelledError:
-                if self._cancelled():
-                    raise
-                doing.failed = "the reward cancelled itself"
-            except Exception as error:
-                doing.failed = _words(error)
-            else:
+                score = await self._scored(played)
                 doing.waited(score.waiting_s, score.waited_for)
-                if not math.isfinite(score.value):
-                    doing.failed = f"a reward is a finite number, this one is {score.value}"
-            if doing.failed:
+            except RewardFailed as error:
+                doing.failed = str(error)
                 return _End(Ending.REWARD_FAILED, doing.failed)
         self._metrics = {**self._metrics, **score.metrics}
         if self._done:
             return _End(Ending.FINISHED, "", score.value)
         return _End(Ending.TRUNCATED, self._cut, score.value)
+
+    async def _scored(self, played: Played) -> Score:
+        """Raises RewardFailed for all that a reward may do; it may call the environment."""
+        call = self._call = begun(self._arena.reward.score, played)
+        await asyncio.wait({call})
+        self._call = None
+        if call.cancelled():
+            raise RewardFailed("the reward cancelled itself")
+        error = call.exception()
+        if error is not None:
+            raise RewardFailed(_words(error)) from error
+        try:
+            return _score_of(call.result())
+        except TypeError as error:
+            raise RewardFailed(f"the reward gave no Score as it should be: {error}") from error
 
     # ---- places, stages, the record ----
 
@@ -483,18 +503,32 @@ class Episode:
         )
 
 
-def _well_formed(step: object) -> bool:
-    """Nobody checks what an environment puts into its records, and what is wrong there must not stop all others."""
-    return (
-        isinstance(step, Step)
-        and isinstance(step.observation, str)
-        and isinstance(step.reward, int | float)
-        and isinstance(step.metrics, dict)
+def _wrong_with(generation: object) -> str:
+    """Empty, if it can be a turn."""
+    if not isinstance(generation, Generation):
+        return f"expected a Generation, got {type(generation).__name__}"
+    count = len(generation.tokens)
+    for name in ("logprobs", "versions", "kept"):
+        values = getattr(generation, name)
+        if values is not None and len(values) != count:
+            return f"expected {name} for each of its {count} tokens, got {len(values)}"
+    return ""
+
+
+def _score_of(score: object) -> Score:
+    """With plain numbers. Raises TypeError."""
+    if not isinstance(score, Score):
+        raise TypeError(f"expected a Score, got {type(score).__name__}")
+    value = number_of(score.value, "value")
+    if not math.isfinite(value):
+        raise TypeError(f"expected a finite number as value, got {value}")
+    return msgspec.structs.replace(
+        score, value=value, metrics=metrics_of(score.metrics), waiting_s=number_of(score.waiting_s, "waiting_s")
     )
 
 
 def _words(error: BaseException) -> str:
     """An error as a cause. Ours speak for themselves."""
-    if isinstance(error, TangramError | EnvironmentFailed | RewardFailed):
+    if isinstance(error, TangramError | EnvironmentFailed | Exited):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

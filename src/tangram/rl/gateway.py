@@ -10,7 +10,9 @@ has its prefix, unless that one has much more to do than another (OVERLOAD); els
 outstanding.
 
 Engines start, take weights and die each by itself: see keeper.py. An engine that hangs has to notice it itself while it
-serves; while it starts or takes weights, its keeper does.
+serves; while it starts or takes weights, its keeper does. Weights that no engine takes are nobody's: all go on with
+those that they have. Where some take them and others do not, the others are ended and start with them: nobody would
+notice that two versions write.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tangram.errors import InvalidConfig, InvalidInput
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.affinity import ANY, Binding, bind, compatible, first_choice, resolved, wanted
 from tangram.rl.engines.base import Engine, EngineDied, EngineStatistics, Generation, Request, Weights
 from tangram.rl.engines.openai import Unreachable
@@ -96,6 +98,8 @@ class Gateway:
         self._keepers = [Keeper(engine, limits, self._tell, self._wake_all) for engine in engines]
         self._on_event = on_event
         self._order: Order | None = None
+        self._orders = 0
+        """How many there have been."""
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -125,16 +129,29 @@ class Gateway:
             await self.close()
             raise
 
-    async def update(self, weights: Weights) -> None:
-        """Until each engine that serves has these weights or newer ones. Those that start later get the newest. Raises
-        NoEngine."""
+    async def update(self, weights: Weights, *, rollback: bool = False) -> None:
+        """Until each engine that serves has answered; if none serves, each that may again. Those that start later get
+        the newest. Raises NoEngine; ManagerError if no engine took these weights, in which case all go on with those
+        before; and InvalidConfig for a version older than the present one without `rollback`."""
         self._require_open()
+        assert self._order is not None
+        present = self._order.weights.version
+        if weights.version < present and not rollback:
+            raise InvalidConfig(
+                "version", weights.version, f"at least {present}, the present one; an older one takes rollback=True"
+            )
         number = self._command(weights)
-        while any(keeper.serves and keeper.applied < number for keeper in self._keepers):
+        while any(max(keeper.applied, keeper.refused) < number for keeper in self._asked()):
             await self._changed.wait()
             self._require_open()
         if all(keeper.gone for keeper in self._keepers):
             raise self._no_engine(self._keepers, "no engine is left to take the weights")
+        if all(keeper.applied < number for keeper in self._keepers):
+            reasons = "; ".join(f"{each.name}: {each.refusal}" for each in self._keepers if each.refused >= number)
+            raise ManagerError(
+                f"no engine took version {weights.version}, so they go on with version {self._order.weights.version}: "
+                f"{reasons}"
+            )
 
     async def close(self) -> None:
         """Whoever is inside gets NoEngine. Also while it starts; also twice."""
@@ -335,12 +352,37 @@ class Gateway:
     # ---- inside ----
 
     def _command(self, weights: Weights) -> int:
-        self._order = Order(1 if self._order is None else self._order.number + 1, weights)
+        self._orders += 1
+        self._want(Order(self._orders, weights))
+        return self._orders
+
+    def _want(self, order: Order) -> None:
+        self._order = order
         for keeper in self._keepers:
-            keeper.want(self._order)
-        return self._order.number
+            keeper.want(order)
+
+    def _asked(self) -> list[Keeper]:
+        """Whose answer to an order counts: those that serve; if none does, those that may again."""
+        serving = [keeper for keeper in self._keepers if keeper.serves]
+        return serving or [keeper for keeper in self._keepers if not keeper.gone]
+
+    def _judge(self) -> None:
+        """Whoever refused the newest order while others took it starts anew with it. If all refused it, the newest that
+        any engine took holds again."""
+        held = [keeper.has for keeper in self._keepers if keeper.has is not None]
+        taken = max(held, key=lambda order: order.number, default=None)
+        if taken is None or self._order is None or self._closing:
+            return
+        number = self._order.number
+        if taken.number == number:
+            for keeper in self._keepers:
+                if keeper.refused == number != keeper.applied:
+                    keeper.replace()
+        elif all(keeper.refused == number for keeper in self._asked()):
+            self._want(taken)
 
     def _wake_all(self) -> None:
+        self._judge()
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -80,7 +80,7 @@ class EngineUpdated(Happening, frozen=True, kw_only=True, tag=True):
 
 
 class EngineLost(Happening, frozen=True, kw_only=True, tag=True):
-    """It died, failed to start, or failed to take its weights. It will be started again."""
+    """It died, failed to start, or did not take weights that others took. It will be started again."""
 
     engine: str
     reason: str
@@ -134,6 +134,33 @@ Event = (
 )
 
 
+def said(event: Event) -> str:
+    """An event in one sentence, for a terminal."""
+    match event:
+        case EngineStarted(engine=engine, hardware=hardware, version=version, took_s=took_s):
+            return f"engine {engine} ({hardware}) serves version {version}; it took {took_s:.1f} s to start."
+        case EngineUpdated(engine=engine, version=version, took_s=took_s):
+            return f"engine {engine} writes with version {version}; it took {took_s:.1f} s to take it."
+        case EngineLost(engine=engine, reason=reason, requests=requests, deaths=deaths):
+            inside = f" with {requests} request{'' if requests == 1 else 's'} inside" if requests else ""
+            return f"engine {engine} was lost{inside} and is started again (death {deaths}): {_ended(reason)}"
+        case EngineRemoved(engine=engine, reason=reason):
+            return f"engine {engine} is given up: {_ended(reason)}"
+        case FellBack(task=task, wanted=wanted, used=used):
+            return f"task {task} falls back to {used}, since no engine of class {wanted} serves."
+        case CameBack(task=task, hardware=hardware):
+            return f"task {task} is served by class {hardware} again."
+        case RequestResumed(request=request, engine=engine, written=written):
+            return f"request {request} goes on after the death of engine {engine} from {written} tokens."
+        case RequestDropped(reason=reason):
+            return _ended(reason)
+
+
+def _ended(words: str) -> str:
+    """On one line, and with a full stop: what an engine said last may have several lines."""
+    return " ".join(words.split()).rstrip(".") + "."
+
+
 # ---- counts -------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +185,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 class GatewayStatistics(msgspec.Struct, frozen=True, kw_only=True):
     version: int
-    """The newest."""
+    """The newest that an engine took, or that is being handed to them."""
     engines: tuple[Kept, ...]
     requests: int
     """Being served or waiting."""

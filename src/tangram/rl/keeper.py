@@ -3,7 +3,8 @@
 Owns the life of the engine: nobody else starts, updates or closes it, and it does these one after the other, so that
 updates, deaths, restarts and the end cannot race. Never routes, and never sees a token. Promises that its engine has
 the newest weights whenever it begins to serve, that a death leads to a restart or to a removal, and that whoever waits
-for it is told of every change.
+for it is told of every change. An engine that refuses weights and keeps its old ones goes on serving: what becomes of
+it then depends on what the others did, so its gateway decides.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tangram.errors import TangramError
-from tangram.rl.engines.base import Engine, Weights
+from tangram.errors import ManagerError, TangramError
+from tangram.rl.engines.base import Engine, EngineDied, Weights
 from tangram.rl.gateway_records import (
     TRANSITIONS,
     EngineLost,
@@ -45,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(NamedTuple):
-    """Weights that all engines should have; the one with the highest number counts."""
+    """Weights that all engines should have. No two have the same number; later ones have higher ones."""
 
     number: int
     weights: Weights
@@ -63,14 +64,16 @@ class Keeper:
         self.state = State.STARTING
         self.reason = ""
         self.life = 0
-        self.applied = 0
-        """The number of the order whose weights it has."""
+        self.has: Order | None = None
+        """Whose weights it has, or had when it died."""
+        self.refused = 0
+        """The number of the order whose weights it did not take last, and why:"""
+        self.refusal = ""
         self.load = 0
         self.requests = 0
         self.served = 0
         self.closed_life = 0
         """The last life that we ended: what was inside then did not kill it."""
-        self._version = 0
         self._limits = limits
         self._tell = tell
         self._changed = changed
@@ -91,6 +94,15 @@ class Keeper:
     @property
     def trains(self) -> bool:
         return self.engine.trains
+
+    @property
+    def applied(self) -> int:
+        """The number of the order whose weights it has."""
+        return self.has.number if self.has is not None else 0
+
+    @property
+    def _version(self) -> int:
+        return self.has.weights.version if self.has is not None else 0
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -122,9 +134,14 @@ class Keeper:
     # ---- what a gateway says ----
 
     def want(self, order: Order) -> None:
-        assert self._order is None or order.number > self._order.number, "orders come in order"
         self._order = order
         self._wake.set()
+
+    def replace(self) -> None:
+        """Others took what it refused: it is ended, and starts with these weights."""
+        if self.serves:
+            self._end_life(f"did not take its weights: {self.refusal}")
+            self._wake.set()
 
     def lost(self, life: int, reason: str) -> None:
         """A request saw it die. The first one counts."""
@@ -171,10 +188,11 @@ class Keeper:
                     order = self._order
                     await self.engine.update(order.weights)
         except WORLD as error:
-            await self._bury(0, _words(error, "did not start", self._limits.start_s_max))
+            self.refused, self.refusal = order.number, _words(error, "did not start", self._limits.start_s_max)
+            await self._bury(0, self.refusal)
             return
         self.life += 1
-        self._has(order)
+        self.has = order
         self._become(State.SERVING, "")
         took_s = loop.time() - began_s
         self._tell(
@@ -195,7 +213,7 @@ class Keeper:
         assert self._order is not None
         if self.state is State.DOWN:
             await self._bury(self.life, self.reason)
-        elif self.serves and self.applied != self._order.number:
+        elif self.serves and self._order.number not in (self.applied, self.refused):
             await self._update(self._order)
 
     async def _update(self, order: Order) -> None:
@@ -204,22 +222,40 @@ class Keeper:
         try:
             async with asyncio.timeout(self._limits.update_s_max):
                 await self.engine.suspend()
-                await self.engine.update(order.weights)
+                refusal = await self._refusal(order.weights)
                 await self.engine.resume()
         except WORLD as error:
-            if self.serves:  # nobody has seen it die: it is ended, and starts with these weights
-                self.closed_life, self._inside_at_death = life, self.requests
-                self._become(State.DOWN, _words(error, "did not take its weights", self._limits.update_s_max))
+            if self.serves:  # nobody has seen it die
+                self._end_life(_words(error, "did not take its weights", self._limits.update_s_max))
             await self._bury(life, self.reason)
             return
-        if not self.serves:  # a request saw it die
+        if refusal is not None:
+            self.refused, self.refusal = order.number, refusal
+            self._changed()  # if others took them, it is replaced
+        if not self.serves:  # or a request saw it die
             await self._bury(life, self.reason)
             return
-        self._has(order)
-        now_s = loop.time()
-        self._tell(EngineUpdated(at_s=now_s, engine=self.name, version=self._version, took_s=now_s - began_s))
-        self._changed()
         self._wake.set()  # there may be newer ones
+        if refusal is None:
+            self.has = order
+            now_s = loop.time()
+            self._tell(EngineUpdated(at_s=now_s, engine=self.name, version=self._version, took_s=now_s - began_s))
+            self._changed()
+
+    async def _refusal(self, weights: Weights) -> str | None:
+        """Why the engine keeps the weights that it has; None: it took these. Raises EngineDied."""
+        try:
+            await self.engine.update(weights)
+        except EngineDied:
+            raise
+        except ManagerError as error:
+            return str(error)
+        return None
+
+    def _end_life(self, reason: str) -> None:
+        """It is ended by us, and starts with the newest weights: what is inside did not kill it."""
+        self.closed_life, self._inside_at_death = self.life, self.requests
+        self._become(State.DOWN, reason)
 
     async def _bury(self, life: int, reason: str) -> None:
         """After a death: end what is left of it, wait a while, and remove it if it died too often."""
@@ -248,10 +284,6 @@ class Keeper:
         with contextlib.suppress(*WORLD):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await self.engine.close()
-
-    def _has(self, order: Order) -> None:
-        self.applied = order.number
-        self._version = order.weights.version
 
     def _remove(self, reason: str) -> None:
         self._become(State.REMOVED, reason)

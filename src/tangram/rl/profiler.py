@@ -1,7 +1,9 @@
 """The profiler: what tasks read and write, and which class of hardware that speaks for.
 
-Owns the measurements and the arithmetic. Never changes an affinity: it recommends one, and says how sure it is. Tokens
-are counted as they were really read and written, so a prefix that stayed resident costs nothing.
+Owns the measurements and the arithmetic. Never changes an affinity: it recommends one, and says how sure it is. What
+counts is what a task cannot do without: each token that it is told is read once, and so is the last one of each action
+that is followed by another turn. What was read besides, because a prefix did not stay or an engine died, speaks of the
+engine's cache and not of the task: it is told, and left out of the recommendation.
 
 Predicted is the time that one device of each class would spend on a trajectory, by its roofline: reading is bound by
 compute, since many tokens share one pass over the weights; writing is bound by bandwidth, since each step reads the
@@ -28,6 +30,8 @@ RATIO_CLEAR = 1.2
 """A class that would win by less may lose by what the roofline leaves out."""
 AGREEMENT_CLEAR = 0.8
 """Of the trajectories, those that speak for the same class."""
+AGAIN_TOLD = 0.1
+"""Less than this share is what new weights and deaths cost anyway."""
 TERA = 1e12
 
 
@@ -50,6 +54,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 0
     prefilled: int = 0
     """Tokens that were read, again included."""
+    again: int = 0
+    """Of these, those that had been read before."""
     decoded: int = 0
     context: int = 0
     """Tokens before each token that was written, summed up: what writing had to look at."""
@@ -58,6 +64,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: Work) -> Work:
         return Work(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
+    @property
+    def needed(self) -> int:
+        """Tokens that had to be read."""
+        return self.prefilled - self.again
 
     @property
     def prefill_share(self) -> float:
@@ -88,7 +99,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
         each = max(1, work.trajectories)
         return (
             f"{self.task}: {self.hardware}, {self.ratio:.2f}x at equal cost "
-            f"(reads {work.prefilled / each:.0f} and writes {work.decoded / each:.0f} tokens per trajectory in "
+            f"(reads {work.needed / each:.0f} and writes {work.decoded / each:.0f} tokens per trajectory in "
             f"{work.turns / each:.1f} turns; {work.prefill_share:.0%} of its engine time was reading); {self.note}"
         )
 
@@ -165,7 +176,7 @@ class Profiler:
             work=work,
             agreement=agreement,
             confident=not doubts,
-            note="clear" if not doubts else "doubtful: " + ", ".join(doubts),
+            note=("clear" if not doubts else "doubtful: " + ", ".join(doubts)) + _told_again(work),
         )
 
 
@@ -178,13 +189,25 @@ def _doubts(trajectories: int, ratio: float, agreement: float) -> Iterable[str]:
         yield f"only {agreement:.0%} of the trajectories speak for it"
 
 
+def _told_again(work: Work) -> str:
+    if work.again <= AGAIN_TOLD * work.needed:
+        return ""
+    again = work.again / max(1, work.trajectories)
+    return (
+        f"; {again:.0f} tokens more per trajectory were read again, which is not counted: "
+        "more `sessions` or slots of its engines would spare it"
+    )
+
+
 def best(costs: Mapping[str, float]) -> str:
     return min(costs, key=lambda name: costs[name])
 
 
 def work_of(trajectory: Trajectory) -> Work:
-    before = context = 0
+    before = context = again = 0
     for turn in trajectory.turns:
+        # The last token that was written has not been read: nothing came after it until now.
+        again += max(0, turn.prefilled - len(turn.observation_tokens) - min(1, before))
         before += len(turn.observation_tokens)
         context += _looked_at(before, len(turn.tokens))
         before += len(turn.tokens)
@@ -192,6 +215,7 @@ def work_of(trajectory: Trajectory) -> Work:
         trajectories=1,
         turns=len(trajectory.turns),
         prefilled=sum(turn.prefilled for turn in trajectory.turns),
+        again=again,
         decoded=sum(len(turn.tokens) for turn in trajectory.turns),
         context=context,
         prefill_s=sum(turn.prefill_s for turn in trajectory.turns),
@@ -207,7 +231,7 @@ def predicted_s(work: Work, hardware: Hardware, assumptions: Assumptions) -> flo
     token_s = 2.0 * assumptions.parameters / flops
     weights_s = assumptions.parameters * assumptions.bytes_per_parameter / assumptions.batch / bandwidth
     context_s = work.context * assumptions.context_bytes_per_token / bandwidth
-    return work.prefilled * token_s + max(work.decoded * token_s, work.decoded * weights_s + context_s)
+    return work.needed * token_s + max(work.decoded * token_s, work.decoded * weights_s + context_s)
 
 
 def _looked_at(before: int, written: int) -> int:

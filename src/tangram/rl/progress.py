@@ -187,6 +187,7 @@ class RolloutProgress:
     # ---- how it is shown ----
 
     def __enter__(self) -> RolloutProgress:
+        self._began_s = self._told_s = self._clock()
         if not self._quiet:
             from rich.console import Console
             from rich.live import Live

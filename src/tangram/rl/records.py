@@ -35,6 +35,8 @@ class Ending(StrEnum):
 
 
 REWARDED = (Ending.FINISHED, Ending.TRUNCATED)
+STOPPED = (Ending.STALE, Ending.CANCELLED)
+"""What a trajectory can be stopped as."""
 
 
 class Stage(StrEnum):

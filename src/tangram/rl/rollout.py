@@ -1,13 +1,14 @@
 """The rollout: groups of episodes, each at its own pace, none waiting for another.
 
+    upcoming = tickets(settings)    # once: whoever makes them anew plays the same groups again
     async with Rollout(settings, gateway, codec, client) as rollout:
-        batch = await rollout.collect(tickets(settings), groups=16)     # a batch, then a training step
-        async for group in rollout.stream(tickets(settings), in_flight=24): ...    # or without any barrier
+        batch = await rollout.collect(upcoming, groups=16)     # a batch, then a training step, then the next batch
+        async for group in rollout.stream(upcoming, in_flight=24): ...    # or without any barrier
 
 Owns every episode that is in play, the slots of each task and what the tasks share. A bad episode is a record, not a
 crash. What stops a rollout is a generator that cannot go on: then every episode ends as cancelled, with that cause, and
 whoever waits for a group gets the error. Promises that nothing is left of it outside `async with`: no request, no
-environment, no task.
+environment, no task but of an environment that does not listen; such a one is counted and told.
 """
 
 from __future__ import annotations
@@ -24,22 +25,24 @@ import msgspec
 
 from tangram.client.client import Client
 from tangram.clock import Clock, WallClock
-from tangram.errors import InvalidConfig, ManagerError
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.band import Band
 from tangram.rl.closings import Closings
 from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Sampling
 from tangram.rl.environments.base import Outside, Task
-from tangram.rl.environments.registry import resolve
+from tangram.rl.environments.registry import path_of, resolve
 from tangram.rl.environments.sharing import prepared
 from tangram.rl.episode import WAITING, Episode
 from tangram.rl.flight import Flight
 from tangram.rl.house import Arena, Generates, House, Slots
-from tangram.rl.records import Ending, Group, Stage, Ticket, Trajectory
+from tangram.rl.records import STOPPED, Ending, Group, Stage, Ticket, Trajectory
 from tangram.rl.reward import Reward, make_reward, settings_for
 from tangram.rl.settings import RolloutSettings, TaskSettings
 from tangram.rl.turn_barrier import TurnBarrier
 
+STOPPED_CAUSE, INTERRUPTED_CAUSE = "the rollout was stopped", "the rollout was interrupted"
+"""Of what ends with the rollout, and of what ends because whoever waited for it was cancelled, as by Ctrl-C."""
 BARREN_MAX = 16
 """Groups that may end without members one after another, or twice as many as are wanted, before `collect` gives up:
 what goes wrong then goes wrong always."""
@@ -70,6 +73,8 @@ class RolloutStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Environments that are being closed."""
     close_failed: int
     """Environments that could not be closed."""
+    stuck: int = 0
+    """Calls of environments that did not end when they were cancelled, and were left behind."""
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +150,8 @@ class Rollout:
         )
         self._arena_by_task: dict[str, Arena] = {}
         self._playing: dict[str, Episode] = {}
+        self._groups: set[str] = set()
+        """That have begun and not ended."""
         self._flights: set[Flight] = set()
         self._counts: dict[str, dict[str, int]] = {}
         self._endings: dict[str, dict[str, int]] = {}
@@ -158,6 +165,7 @@ class Rollout:
         tasks = [resolve(settings.environment or settings.name) for settings in self.settings.tasks]
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(prepared(tasks, self._client))
+            stack.push_async_callback(self._house.closings.drain)
             for settings, task in zip(self.settings.tasks, tasks, strict=True):
                 self._arena_by_task[settings.name] = self._arena(settings, task)
             self._stack = stack.pop_all()
@@ -169,25 +177,24 @@ class Rollout:
     ) -> None:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
-        self._stop("the rollout is over")
+        self._stop(STOPPED_CAUSE)
         try:
             await tasks.__aexit__(None, None, None)
         finally:
-            try:
-                await self._house.closings.drain()
-            finally:
-                await self._stack.__aexit__(kind, error, trace)
+            await self._stack.__aexit__(kind, error, trace)
 
     def _arena(self, settings: TaskSettings, task: Task) -> Arena:
         if settings.name in self._arena_by_task:
             raise InvalidConfig("tasks", settings.name, "a name for each task of its own")
         drawn = self.settings.sampling
+        outside = Outside(client=self._client, run=self.settings.run)
+        self._try_options(settings, task, outside)
         self._counts[settings.name] = {}
         self._endings[settings.name] = {}
         return Arena(
             settings=settings,
             make=task,
-            outside=Outside(client=self._client, run=self.settings.run),
+            outside=outside,
             sampling=Sampling(
                 temperature=drawn.temperature,
                 stop=self._house.codec.stop,
@@ -199,6 +206,19 @@ class Rollout:
             # Whoever is ahead under a barrier would wait for a place, and those who have it for him.
             slots=Slots(settings.concurrency, 0 if self._house.barrier is not None else settings.reset_ahead),
         )
+
+    def _try_options(self, settings: TaskSettings, task: Task, outside: Outside) -> None:
+        """Makes an environment, as what is wrong with its options is wrong each time. Raises InvalidConfig. What else
+        it raises may be over when it is played."""
+        own = f"{settings.name}/options"
+        try:
+            environment = task(msgspec.structs.replace(outside, trajectory=own), **settings.options)
+        except (TypeError, ValueError, InvalidInput) as error:
+            expected = f"options that {path_of(task)} can be made with ({error})"
+            raise InvalidConfig(f"options of task {settings.name}", settings.options, expected) from error
+        except (Exception, SystemExit):
+            return
+        self._house.closings.close(environment, own)
 
     # ---- playing ----
 
@@ -260,13 +280,19 @@ class Rollout:
                 if group is None:
                     return
                 yield group
+        except asyncio.CancelledError:
+            self._end_flight(flight, INTERRUPTED_CAUSE)
+            raise
         finally:
-            self._end_flight(flight, "nobody takes its group")
+            self._end_flight(flight, "nobody takes its group any more")
 
     def abort(
         self, which: Callable[[Episode], bool] | Collection[str], ending: Ending = Ending.CANCELLED, cause: str = ""
     ) -> int:
-        """Stops episodes, in engine and environment: those of which `which` says so, or of these ids. How many."""
+        """Stops episodes, in engine and environment: those of which `which` says so, or of these ids. How many. Raises
+        InvalidConfig for an ending that only an episode itself can come to."""
+        if ending not in STOPPED:
+            raise InvalidConfig("ending", ending, f"one of {', '.join(STOPPED)}")
         chosen = [each for each in self._playing.values() if (which(each) if callable(which) else each.id in which)]
         for episode in chosen:
             episode.stop(ending, cause or f"aborted as {ending}")
@@ -283,6 +309,7 @@ class Rollout:
             },
             closing=len(self._house.closings),
             close_failed=self._house.closings.failed,
+            stuck=self._house.closings.stuck,
         )
 
     # ---- what episodes tell ----
@@ -310,6 +337,7 @@ class Rollout:
             self._on_end(record)
 
     def _group_ended(self, group: Group) -> None:
+        self._groups.discard(group.id)
         if self._watch is not None:
             self._watch.group(group)
 
@@ -318,10 +346,17 @@ class Rollout:
     @asynccontextmanager
     async def _flight(self, tickets: Iterable[Ticket]) -> AsyncIterator[Flight]:
         flight = self._begin_flight(tickets)
+        cause = STOPPED_CAUSE
         try:
             yield flight
+        except asyncio.CancelledError:
+            cause = INTERRUPTED_CAUSE
+            raise
+        except Exception as error:
+            cause = str(error)
+            raise
         finally:
-            self._end_flight(flight, "whoever wanted its group gave up")
+            self._end_flight(flight, cause)
             await flight.land()
 
     def _begin_flight(self, tickets: Iterable[Ticket]) -> Flight:
@@ -343,8 +378,9 @@ class Rollout:
         if ticket.task not in self._arena_by_task:
             known = ", ".join(self._arena_by_task)
             raise InvalidConfig("task", ticket.task, f"one that the settings name: {known}")
-        if any(episode.group == ticket.group for episode in self._playing.values()):
+        if ticket.group in self._groups:
             raise InvalidConfig("ticket", ticket.group, "a number that no other group has: this one is being played")
+        self._groups.add(ticket.group)
         return Band(ticket, self.settings.groups, self._episode, self._now)
 
     def _episode(self, ticket: Ticket, member: int, attempt: int) -> Episode:

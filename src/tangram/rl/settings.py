@@ -56,6 +56,9 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     """Of a server: the environment variable that holds its key."""
     slots: valid.Count = 16
     """Requests that are served at once."""
+    sessions: valid.CountOr0 = 128
+    """Trajectories between two turns whose tokens are kept besides, so that they are not read again: as many as are
+    open at once. They take memory as far as there are so many."""
     context_max: valid.Count = 256
     """Tokens of one request, read and written."""
     chunk: valid.Count = 32

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tangram.errors import InvalidConfig
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -22,6 +24,24 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES)
+
+
+class _Generating(msgspec.Struct, frozen=True):
+    """Of generation_config.json, what matters here."""
+
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    """More tokens that end an answer, as those who trained the model wrote down."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        said = msgspec.json.decode(path.read_bytes(), type=_Generating).eos_token_id
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidConfig("checkpoint", str(path), f"a generation config ({error})") from error
+    return () if said is None else (said,) if isinstance(said, int) else said
 
 
 class TextCodec:
@@ -42,26 +62,27 @@ class TextCodec:
         if end is None:
             raise InvalidConfig("checkpoint", str(folder), "a tokenizer that has a token for the end (eos_token)")
         self.size = len(self._tokenizer)
-        self.stop: tuple[int, ...] = (int(end),)
+        self.stop: tuple[int, ...] = tuple(dict.fromkeys((int(end), *_ends(Path(folder)))))
         self._chats = bool(self._tokenizer.chat_template)
 
-    def observation(self, text: str, *, first: bool) -> tuple[int, ...]:
-        return self._ids(self._rendered(text, first=first), marks=first and not self._chats)
+    def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
+        return self._ids(self._rendered(text, first=first, cut=cut), marks=first and not self._chats)
 
     def action(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode([token for token in tokens if token not in self.stop]))
 
     def written(self, text: str) -> tuple[int, ...]:
-        return (*self._ids(text, marks=False), *self.stop)
+        return (*self._ids(text, marks=False), self.stop[0])
 
-    def _rendered(self, text: str, *, first: bool) -> str:
+    def _rendered(self, text: str, *, first: bool, cut: bool) -> str:
         if not self._chats:
             return f"{text}\n" if first else f"\n{text}\n"
         message = {"role": "user", "content": text}
         if first:
             return self._template([message])
         whole = self._template([{"role": "user", "content": ""}, {"role": "assistant", "content": MARK}, message])
-        return whole.split(MARK, 1)[1].removeprefix(self._tokenizer.eos_token)
+        after = whole.split(MARK, 1)[1]
+        return after if cut else after.removeprefix(self._tokenizer.eos_token)
 
     def _template(self, messages: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

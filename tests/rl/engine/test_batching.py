@@ -346,6 +346,53 @@ def test_slots_of_sessions_go_to_others_the_longest_unused_first() -> None:
     assert_as_if_alone(request(1), gone)
 
 
+def test_more_sessions_than_slots_keep_what_was_read() -> None:
+    """Turn after turn, each session comes back when all others have been served in its slot."""
+    machine = batcher(slots=2, sessions=5)
+    texts = {f"s{number}": request(number, 8).tokens for number in range(6)}
+    for turn in range(4):
+        asked = [
+            Request(id=name, session=name, tokens=text, sampling=Sampling(tokens_max=2), noise=Noise(seed=turn))
+            for name, text in texts.items()
+        ]
+        for each in asked:
+            machine.add(each)
+        found = run(machine)
+        for each in asked:
+            got = found[each.id]
+            assert_as_if_alone(each, got)
+            assert got.prefilled == (4 if turn else 8)
+            texts[each.id] = each.tokens + got.tokens + (turn, 1, 2)
+
+
+def test_of_the_sessions_that_are_kept_the_longest_unused_one_goes_first() -> None:
+    machine = batcher(slots=1, sessions=2)
+    for number in (1, 2, 3, 1, 4):  # 2 is the one that was left first, and has no place
+        machine.add(request(number, session=f"s{number}"))
+        run(machine)
+    reused = {}
+    for number in (4, 3, 1, 2):
+        machine.add(request(number, session=f"s{number}"))
+        got = run(machine)[f"r{number}"]
+        reused[number] = got.reused
+        assert_as_if_alone(request(number), got)
+    assert reused == {4: 9, 3: 9, 1: 9, 2: 0}
+
+
+def test_what_is_kept_is_void_after_an_update() -> None:
+    machine = batcher(slots=1, sessions=2)
+    for number in (1, 2, 3):
+        machine.add(request(number, session=f"s{number}"))
+        run(machine)
+    machine.update(model(1), 1)
+    assert machine.statistics().resident == 0
+    for number in (1, 2, 3):
+        machine.add(request(number, session=f"s{number}"))
+        got = run(machine)[f"r{number}"]
+        assert got.reused == 0
+        assert_as_if_alone(request(number), got)
+
+
 def test_two_requests_of_a_session_at_once_do_not_share_a_slot() -> None:
     machine = batcher()
     machine.add(request(1, session="s"))
@@ -415,7 +462,7 @@ def test_nothing_that_was_read_under_old_weights_is_used_again() -> None:
 
 
 OPERATIONS = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 9), st.sampled_from(["", "a", "b"])),
+    st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 9), st.sampled_from(["", "a", "b", "c"])),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.sampled_from([("update",), ("suspend",), ("resume",)]),
@@ -426,13 +473,14 @@ OPERATIONS = st.one_of(
 @given(
     operations=st.lists(OPERATIONS, min_size=3, max_size=25),
     slots=st.integers(1, 4),
+    sessions=st.integers(0, 3),
     chunk=st.integers(1, 9),
     deterministic=st.booleans(),
 )
 def test_every_request_ends_once_with_what_it_would_have_got_alone(
-    operations: list, slots: int, chunk: int, deterministic: bool
+    operations: list, slots: int, sessions: int, chunk: int, deterministic: bool
 ) -> None:
-    machine = batcher(slots=slots, chunk=chunk, deterministic=deterministic)
+    machine = batcher(slots=slots, sessions=sessions, chunk=chunk, deterministic=deterministic)
     asked: dict[str, Request] = {}
     aborted: set[str] = set()
     found: dict[str, Generation] = {}

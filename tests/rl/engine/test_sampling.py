@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.errors import InvalidAction
+from tangram.errors import InvalidAction, InvalidConfig
 from tangram.rl.engines.base import Noise, Sampling
 from tangram.rl.nn.sampling import BrokenLogits, draw, philox, require_noise, uniforms
 
@@ -173,3 +173,33 @@ def test_logits_that_are_no_distribution_are_reported_with_their_row(broken: flo
         draw(logits, [Sampling()] * 3, [0.5] * 3)
     with pytest.raises(BrokenLogits):
         draw(torch.full((1, 4), -math.inf), [Sampling()], [0.5])
+
+
+def test_without_temperature_the_log_probability_is_that_of_temperature_1() -> None:
+    logits = np.array([[0.0, 2.0, 1.0]])
+    drawn = draw(logits, [Sampling(temperature=0.0)], [0.999])
+    assert drawn.tokens == [1]
+    assert drawn.logprobs == pytest.approx([2.0 - np.log(np.exp(logits).sum())])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (Sampling(temperature=0.0), "temperature"),
+        (Sampling(temperature=0.0, top_k=5, keep_ids=True), "temperature"),
+        (Sampling(top_k=5), "top_k"),
+        (Sampling(top_p=0.9), "top_p"),
+    ],
+    ids=str,
+)
+def test_what_a_policy_cannot_be_trained_on_is_refused(sampling: Sampling, field: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        sampling.require_trainable()
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.3), Sampling(top_k=5, top_p=0.9, keep_ids=True)], ids=str
+)
+def test_what_a_policy_can_be_trained_on_is_not_refused(sampling: Sampling) -> None:
+    sampling.require_trainable()

@@ -7,13 +7,15 @@ import itertools
 import os
 import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from fractions import Fraction
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments import promises
+from tangram.rl.environments import calls, promises
 from tangram.rl.environments.agents import RandomAgent
 from tangram.rl.environments.base import Outside, Step
 from tangram.rl.environments.conformance import Finding, Report, check
@@ -214,6 +216,18 @@ class PaysNanForGarbage(Parrot):
         return step if action.strip() else Step(observation="wrong", reward=float("inf"), done=True)
 
 
+class MeasuresInWords(Parrot):
+    async def step(self, action: str) -> Step:
+        step = await super().step(action)
+        return msgspec.structs.replace(step, metrics={"mood": "fine"})  # type: ignore[dict-item]
+
+
+class MeasuresGarbageInWords(Parrot):
+    async def step(self, action: str) -> Step:
+        step = await super().step(action)
+        return step if action.strip() else msgspec.structs.replace(step, metrics={7: 1.0})  # type: ignore[dict-item]
+
+
 class NeverEnds(Parrot):
     async def step(self, action: str) -> Step:
         return Step(observation="wrong")
@@ -354,6 +368,8 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
     (PaysNan, "rewards", "nan in turn"),
     (PaysTooMuch, "rewards", "for seed"),
     (PaysNanForGarbage, "rewards", "inf after nothing"),
+    (MeasuresInWords, "metrics", "expected a number as metrics['mood'], got str, in turn 0 of seed"),
+    (MeasuresGarbageInWords, "metrics", "got 7, in the answer to nothing"),
     (NeverEnds, "ends", "none of which said that it is over"),
     (PaysAgain, "after_done", "done = True, reward 1"),
     (GoesOn, "after_done", "done = False, reward 0"),
@@ -443,6 +459,35 @@ def test_an_action_that_is_answered_too_late_is_told() -> None:
 
     finding = checked(Slow).finding("garbage")
     assert finding.verdict == "failed" and "expected an answer within 0.2 s" in finding.came
+
+
+def test_a_step_that_never_listens_to_cancellation_is_told_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "ENDING_S_MAX", 0.05)
+    over = asyncio.Event()
+
+    class Deaf(Parrot):
+        async def step(self, action: str) -> Step:
+            while not over.is_set():
+                with suppress(asyncio.CancelledError):
+                    await over.wait()
+            return await super().step(action)
+
+    async def test() -> Report:
+        report = await check(Deaf, timeout_s=0.05)
+        over.set()
+        return report
+
+    finding = asyncio.run(test()).finding("plays")
+    assert finding.verdict == "failed" and "expected an answer within 0.05 s" in finding.came
+
+
+def test_numbers_of_any_kind_are_rewards_and_metrics() -> None:
+    class Measures(Parrot):
+        async def step(self, action: str) -> Step:
+            step = await super().step(action)
+            return msgspec.structs.replace(step, reward=Fraction(step.reward), metrics={"left": len(self.digits)})
+
+    assert checked(Measures).ok
 
 
 def test_what_a_task_does_not_have_is_skipped_and_not_held_against_it() -> None:
@@ -558,7 +603,7 @@ def test_a_name_that_is_none_is_refused() -> None:
 
 def test_the_text_says_what_is_broken_and_what_to_do() -> None:
     text = checked(SaysMore).text()
-    assert ":SaysMore: 16 ok, 1 failed (20 episodes of each agent, seed 0" in text.split("\n")[0]
+    assert ":SaysMore: 17 ok, 1 failed (20 episodes of each agent, seed 0" in text.split("\n")[0]
     lines = [line.strip() for line in text.split("\n")]
     at = next(number for number, line in enumerate(lines) if line.startswith("failed"))
     assert lines[at].split() == ["failed", "words", *PROMISES["words"][0].split()]

@@ -40,6 +40,7 @@ class ModelServer:
         self.aborted: list[str] = []
         self.weights = "none"
         self.refuse_weights = False
+        self.refuse_reset = False
         self.stop_token: int | None = None
         self.hides_stop = False
         self._running = asyncio.Event()
@@ -92,7 +93,7 @@ class ModelServer:
                 self.weights = body["model_path"]
                 self.version = body["weight_version"]
             case "/reset_prefix_cache":
-                return web.Response(status=200)
+                return web.Response(status=500 if self.refuse_reset else 200)
             case "/abort_request":
                 self.aborted.append(body["rid"])
                 if body["rid"] in self._abort_by_id:

@@ -80,7 +80,7 @@ def test_a_device_stands_for_its_class_unless_engines_are_called_after_it() -> N
 # ---- the profiler ----
 
 
-def a_trajectory(task: str, turns: int, read: int, written: int) -> Trajectory:
+def a_trajectory(task: str, turns: int, read: int, written: int, again: int = 0) -> Trajectory:
     turn = Turn(
         observation="",
         observation_tokens=(1,) * read,
@@ -88,7 +88,7 @@ def a_trajectory(task: str, turns: int, read: int, written: int) -> Trajectory:
         tokens=(2,) * written,
         logprobs=(-1.0,) * written,
         versions=(1,) * written,
-        prefilled=read,
+        prefilled=read + again,
         prefill_s=read * 0.001,
         decode_s=written * 0.01,
     )
@@ -147,6 +147,22 @@ def test_a_prefix_that_stayed_resident_is_not_read_twice() -> None:
     assert work.work("a").prefilled == 200
     # Writing looks at all that stands before, resident or not.
     assert work.work("a").context == sum(100 + n for n in range(10)) + sum(210 + n for n in range(10))
+
+
+def test_what_was_read_again_is_told_and_recommends_nothing() -> None:
+    """That of the cache of an engine: a task that writes much does not become one that reads much by it."""
+    profiler = Profiler()
+    for _ in range(TRAJECTORIES_MIN):
+        profiler.add(a_trajectory("kept", turns=4, read=20, written=200))
+        profiler.add(a_trajectory("lost", turns=4, read=20, written=200, again=2000))
+    kept, lost = profiler.recommend()
+    # The last token of an action is read with the next turn, so one of these is nobody's fault in three turns of four.
+    assert (kept.work.again, lost.work.again) == (0, TRAJECTORIES_MIN * (4 * 2000 - 3))
+    assert lost.work.needed == TRAJECTORIES_MIN * (4 * 20 + 3)
+    assert (kept.hardware, lost.hardware) == ("bandwidth", "bandwidth")
+    assert lost.seconds_by_class == pytest.approx(kept.seconds_by_class, rel=0.1)
+    assert "read again" not in kept.line()
+    assert "reads 83 and writes 800" in lost.line() and "7997 tokens more per trajectory were read again" in lost.line()
 
 
 def test_predictions_follow_the_roofline() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, get_args
 
+import msgspec
 import pytest
 from tests.rl.gateway.conftest import Rig, a_request, at_gateway, drawn, fake, play, until, weights
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.engines.base import EngineDied, Generation, Request, Weights
+from tangram.rl.engines.fake import FakeEngine
 from tangram.rl.gateway import GIVE_UP_DEATHS, READ_AGAIN, Gateway
 from tangram.rl.gateway_records import (
     CameBack,
@@ -16,12 +19,14 @@ from tangram.rl.gateway_records import (
     EngineRemoved,
     EngineStarted,
     EngineUpdated,
+    Event,
     FellBack,
     NoEngine,
     RequestDropped,
     RequestGivenUp,
     RequestResumed,
     State,
+    said,
 )
 
 # ---- routing ----
@@ -411,20 +416,83 @@ def test_a_slow_engine_does_not_hold_up_the_others() -> None:
     at_gateway(test, fake("fast", update_s=1.0), fake("slow", update_s=50.0))
 
 
-def test_an_engine_that_refuses_an_update_is_restarted_with_the_new_weights() -> None:
+def test_an_engine_that_refuses_what_others_take_is_restarted_with_the_new_weights() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=30)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await until(lambda: bool(rig.engines["a"].inside))
+        rig.engines["a"].refuse(updates=1)
+        await rig.gateway.update(weights(2))
+        await until(lambda: rig.engines["a"].alive and rig.engines["a"].version == 2)
+        found = await task
+        assert found.tokens == drawn(request)
+        assert [event.engine for event in rig.told(EngineLost)] == ["a"]
+        assert "no update" in rig.told(EngineLost)[0].reason
+
+    at_gateway(test, fake("a"), fake("b", update_s=3.0))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_weights_that_no_engine_takes_are_told_and_all_go_on_with_those_before(count: int) -> None:
     async def test(rig: Rig) -> None:
         request = a_request(tokens_max=30)
         task = asyncio.create_task(rig.gateway.generate(request))
         await asyncio.sleep(0.25)
-        rig.engines["a"].refuse(updates=1)
-        await rig.gateway.update(weights(2))
-        await until(lambda: rig.engines["a"].alive)
-        assert rig.engines["a"].version == 2
+        for engine in rig.engines.values():
+            engine.refuse(updates=1)
+        with pytest.raises(
+            ManagerError, match=r"no engine took version 9.*go on with version 1.*e0: .*no update"
+        ) as told:
+            await rig.gateway.update(weights(9))
+        assert all(f"{name}: " in str(told.value) for name in rig.engines)
         found = await task
-        assert found.tokens == drawn(request)
-        assert "no update" in rig.told(EngineLost)[0].reason
+        assert (found.tokens, set(found.versions)) == (drawn(request), {1})
+        assert rig.told(EngineLost) == []
+        statistics = rig.gateway.statistics()
+        assert (statistics.version, {kept.version for kept in statistics.engines}) == (1, {1})
+        rig.engines["e0"].die()
+        await rig.gateway.update(weights(2))
+        assert {kept.version for kept in rig.gateway.statistics().engines if kept.state is State.SERVING} == {2}
 
-    at_gateway(test, fake("a"))
+    at_gateway(test, *(fake(f"e{number}", update_s=float(number)) for number in range(count)))
+
+
+def test_an_engine_that_starts_after_weights_that_nobody_took_gets_those_before() -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(ManagerError, match="no engine took version 9"):
+            await rig.gateway.update(weights(9))
+        rig.engines["a"].die()
+        assert (await rig.gateway.generate(a_request())).versions == (1,) * 8
+        # Also if nobody serves when they come.
+        rig.engines["a"].die()
+        waiting = asyncio.create_task(rig.gateway.generate(a_request()))
+        await until(lambda: rig.gateway.statistics().engines[0].state is State.DOWN)
+        with pytest.raises(ManagerError, match="no engine took version 9"):
+            await rig.gateway.update(weights(9))
+        assert (await waiting).versions == (1,) * 8
+        assert rig.gateway.statistics().version == 1
+
+    at_gateway(test, Missing("a", missing=9), deaths_max=50)
+
+
+class Missing(FakeEngine):
+    """The folder of one version is not there."""
+
+    def __init__(self, name: str, missing: int) -> None:
+        super().__init__(drawn, name=name, token_s=0.1)
+        self._missing = missing
+
+    async def start(self, weights: Weights) -> None:
+        self._require(weights)
+        await super().start(weights)
+
+    async def update(self, weights: Weights) -> None:
+        self._require(weights)
+        await super().update(weights)
+
+    def _require(self, weights: Weights) -> None:
+        if weights.version == self._missing:
+            raise ManagerError(f"{weights.folder}: no such file")
 
 
 def test_an_engine_that_hangs_in_an_update_is_restarted_with_the_new_weights() -> None:
@@ -447,12 +515,15 @@ def test_deaths_by_updates_are_not_the_fault_of_who_was_inside() -> None:
         task = asyncio.create_task(rig.gateway.generate(request))
         for version in range(2, 7):
             await asyncio.sleep(1.0)
-            rig.engines["a"].refuse(updates=1)
+            for engine in rig.engines.values():
+                if engine.inside:
+                    engine.refuse(updates=1)
             await rig.gateway.update(weights(version))
-            await until(lambda: rig.engines["a"].alive)
+            await until(lambda: all(kept.version == version for kept in rig.gateway.statistics().engines))  # noqa: B023
         assert (await task).tokens == drawn(request)
+        assert len(rig.told(EngineLost)) == 5 > GIVE_UP_DEATHS
 
-    at_gateway(test, fake("a"), deaths_max=50)
+    at_gateway(test, fake("a"), fake("b"), deaths_max=50)
 
 
 def test_of_two_updates_the_later_one_wins() -> None:
@@ -466,11 +537,14 @@ def test_of_two_updates_the_later_one_wins() -> None:
     at_gateway(test, fake("a", update_s=1.0), fake("b", update_s=7.0))
 
 
-def test_weights_can_be_taken_back() -> None:
+def test_weights_are_taken_back_only_if_that_is_said() -> None:
     async def test(rig: Rig) -> None:
         await rig.gateway.update(weights(9))
-        await rig.gateway.update(weights(8))
-        assert rig.engines["a"].version == 8
+        with pytest.raises(InvalidConfig, match="rollback=True"):
+            await rig.gateway.update(weights(8))
+        assert rig.engines["a"].version == rig.gateway.statistics().version == 9
+        await rig.gateway.update(weights(8), rollback=True)
+        assert rig.engines["a"].version == rig.gateway.statistics().version == 8
 
     at_gateway(test, fake("a"))
 
@@ -558,3 +632,33 @@ def test_what_a_request_does_wrong_is_told_to_who_made_it() -> None:
 
 def test_no_engine_is_a_failure_of_the_world() -> None:
     assert issubclass(NoEngine, ManagerError) and issubclass(RequestGivenUp, ManagerError)
+
+
+# ---- what is told ----
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        (
+            EngineLost(at_s=0.0, engine="a", reason="it ended with\nsignal 9", requests=1, deaths=2),
+            "engine a was lost with 1 request inside and is started again (death 2): it ended with signal 9.",
+        ),
+        (EngineRemoved(at_s=0.0, engine="a", reason="died 3 times."), "engine a is given up: died 3 times."),
+        (
+            FellBack(at_s=0.0, task="chain", wanted="compute", used="bandwidth"),
+            "task chain falls back to bandwidth, since no engine of class compute serves.",
+        ),
+        (CameBack(at_s=0.0, task="chain", hardware="compute"), "task chain is served by class compute again."),
+    ],
+)
+def test_an_event_is_said_in_one_sentence(event: Event, sentence: str) -> None:
+    assert said(event) == sentence
+
+
+def test_every_event_has_a_sentence() -> None:
+    example: dict[type, Any] = {float: 1.5, int: 2, str: "x"}
+    for kind in get_args(Event):
+        fields = {field.name: example[field.type] for field in msgspec.structs.fields(kind)}
+        text = said(kind(**fields))
+        assert text.endswith(".") and "\n" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from tests.rl.gateway.conftest import STOP, a_request, weights
 from tests.rl.gateway.servers import ModelServer
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling
-from tangram.rl.engines.openai import SEED_BITS, OpenAIEngine, Unreachable, seed_of
+from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling, Weights
+from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, OpenAIEngine, Unreachable, seed_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.settings import EngineSettings
 
@@ -40,6 +41,15 @@ def with_server(
                 await engine.close()
 
     asyncio.run(main())
+
+
+def checkpoint(folder: Path, version: int) -> Weights:
+    """As Hugging Face has it, as far as it is looked at here."""
+    path = folder / str(version)
+    path.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (path / name).touch()
+    return Weights(version=version, folder=str(path))
 
 
 def tokens_of(server: ModelServer, request: Request) -> tuple[int, ...]:
@@ -96,20 +106,32 @@ def test_an_action_ends_with_the_token_that_ends_it() -> None:
 
 
 @BOTH
-def test_weights_change_in_the_middle_of_a_request(dialect: str) -> None:
+def test_a_server_keeps_the_weights_that_it_serves_until_it_takes_an_update(dialect: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert server.weights == "none" and engine.statistics().version == 1
+        assert not engine.trains and engine.shortcoming == ITS_OWN
+        second = checkpoint(tmp_path, 2)
+        await engine.update(second)
+        assert server.weights == second.folder
         assert engine.trains and not engine.shortcoming
-        assert server.weights == "/weights/1"
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_weights_change_in_the_middle_of_a_request(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        second = checkpoint(tmp_path, 2)
         request = a_request(tokens_max=20)
         task = asyncio.create_task(engine.generate(request))
         await until(lambda: server.inside == 1)
         await asyncio.sleep(0.05)
         await engine.suspend()
-        await engine.update(weights(2))
+        await engine.update(second)
         await engine.resume()
         found = await task
         assert found.tokens == tokens_of(server, request)
-        assert server.weights == "/weights/2" and found.versions[-1] == 2
+        assert server.weights == second.folder and found.versions[-1] == 2
         assert engine.statistics().version == 2
         paths = [path for path, _ in server.calls]
         if dialect == "vllm":
@@ -124,28 +146,66 @@ def test_weights_change_in_the_middle_of_a_request(dialect: str) -> None:
 
 
 @BOTH
-def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str) -> None:
+def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str, tmp_path: Path) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.refuse_weights = True
-        with pytest.raises(ManagerError, match="no such file"):
-            await engine.update(weights(2))
-        assert engine.statistics().version == 1
+        with pytest.raises(ManagerError, match="no such file") as refused:
+            await engine.update(checkpoint(tmp_path, 2))
+        assert not isinstance(refused.value, EngineDied)
+        assert engine.statistics().version == 1 and engine.shortcoming == ITS_OWN
 
     with_server(test, dialect)
 
 
 @BOTH
-def test_a_server_whose_first_weights_cannot_be_had_does_not_start_and_is_not_left_suspended(dialect: str) -> None:
+def test_weights_as_we_publish_them_are_never_handed_to_a_server(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        for name in ("manifest.json", "00000.bucket", "config.json"):
+            (tmp_path / name).touch()
+        with pytest.raises(ManagerError, match=r"takes Hugging Face folders only.*checkpoint\.save") as refused:
+            await engine.update(Weights(version=2, folder=str(tmp_path)))
+        assert not isinstance(refused.value, EngineDied)
+        assert server.weights == "none" and engine.statistics().version == 1
+
+    with_server(test, dialect)
+
+
+def test_a_server_that_has_new_weights_and_old_prefixes_counts_as_dead(tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.refuse_reset = True
+        with pytest.raises(EngineDied, match="took version 2"):
+            await engine.update(checkpoint(tmp_path, 2))
+
+    with_server(test, "vllm")
+
+
+@BOTH
+def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await engine.update(checkpoint(tmp_path, 2))
+        await engine.close()
+        server.weights = "those of its own"  # it was started anew meanwhile
+        third = checkpoint(tmp_path, 3)
+        server.refuse_weights = True
+        with pytest.raises(ManagerError, match="no such file"):
+            await engine.start(third)
+        assert server._running.is_set()
+        server.refuse_weights = False
+        await engine.start(third)
+        assert server.weights == third.folder and engine.trains
+        assert engine.statistics().version == 3
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_that_was_left_suspended_goes_on_when_it_is_started(dialect: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
-            server.refuse_weights = True
+            server._running.clear()
             engine = engine_at(server.url, dialect)
-            with pytest.raises(ManagerError, match="no such file"):
-                await engine.start(weights())
-            assert server._running.is_set()
-            server.refuse_weights = False
             await engine.start(weights())
-            assert engine.trains
+            assert len((await engine.generate(a_request(tokens_max=2))).tokens) == 2
             await engine.close()
 
     asyncio.run(main())
@@ -201,7 +261,7 @@ def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> N
             server.fault = "no logprobs"
             engine = engine_at(server.url, dialect)
             await engine.start(weights())
-            assert not engine.trains and engine.shortcoming == "it tells no log-probabilities"
+            assert not engine.trains and engine.shortcoming == f"it tells no log-probabilities; {ITS_OWN}"
             found = await engine.generate(a_request(tokens_max=4))
             assert len(found.tokens) == len(found.logprobs) == 4
             await engine.close()
@@ -225,9 +285,10 @@ def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
     ("temperature", "scaled", "trains"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
 )
 def test_log_probabilities_before_the_temperature_are_found_out(
-    dialect: str, temperature: float, scaled: bool, trains: bool
+    dialect: str, temperature: float, scaled: bool, trains: bool, tmp_path: Path
 ) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await engine.update(checkpoint(tmp_path, 2))
         assert engine.trains is trains
         assert ("before the temperature" in engine.shortcoming) is not trains
 
@@ -412,6 +473,25 @@ def test_behind_a_gateway_a_request_survives_its_server() -> None:
             assert len(prompt) > len(request.tokens) and prompt[len(request.tokens) :] == list(
                 found.tokens[: len(prompt) - len(request.tokens)]
             )
+            await gateway.close()
+
+    asyncio.run(main())
+
+
+def test_behind_a_gateway_a_server_that_refuses_our_weights_goes_on_serving(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
+            gateway = Gateway([engine_at(server.url)])
+            await gateway.start(weights())
+            request = a_request(tokens_max=40)
+            task = asyncio.create_task(gateway.generate(request))
+            await until(lambda: server.inside == 1)
+            with pytest.raises(ManagerError, match=r"no engine took version 2.*Hugging Face folders only"):
+                await gateway.update(weights(2))
+            assert (await task).versions == (1,) * 40
+            await gateway.update(checkpoint(tmp_path, 2))
+            (kept,) = gateway.statistics().engines
+            assert (kept.version, kept.trains, kept.lives) == (2, True, 1)
             await gateway.close()
 
     asyncio.run(main())

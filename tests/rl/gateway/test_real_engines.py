@@ -12,6 +12,7 @@ import pytest
 from tests.rl.gateway.conftest import a_request
 
 from tangram.bench import affinity as bench
+from tangram.errors import ManagerError
 from tangram.rl.affinity import PUBLISHED
 from tangram.rl.engines.base import Weights
 from tangram.rl.engines.process import ProcessEngine
@@ -97,6 +98,22 @@ def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weigh
         assert (await gateway.generate(a_request(tokens_max=2, stop=()))).versions == (2, 2)
 
     with_engines(1, test, first)
+
+
+def test_weights_that_are_not_there_cost_nobody_anything(tmp_path: Path) -> None:
+    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+        tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=60, stop=()))) for _ in range(4)]
+        await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
+        lives = [engine.pid for engine in engines]
+        with pytest.raises(ManagerError, match=r"no engine took version 9.*/nonexistent/manifest.json"):
+            await gateway.update(Weights(version=9, folder="/nonexistent"))
+        found = await asyncio.gather(*tasks)
+        assert {version for each in found for version in each.versions} == {1}
+        assert gateway.statistics().version == 1
+        assert [engine.pid for engine in engines] == lives
+        assert not any(isinstance(event, EngineLost) for event in events)
+
+    with_engines(2, test, published(tmp_path, 1, seed=1))
 
 
 # ---- the benchmark ----

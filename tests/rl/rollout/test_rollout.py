@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from tests.rl.rollout.world import CODEC, FOR_EVER_S, PATH, Judge, Plan, Scripted, Talker, World, run, settings, ticket
 
 from tangram.client.client import Client
 from tangram.clock import VirtualLoop
 from tangram.errors import InvalidConfig, ManagerError
+from tangram.rl.engines.base import Generation, Request
+from tangram.rl.environments.base import Outside
 from tangram.rl.records import Ending, Group, Stage, Ticket, Trajectory
-from tangram.rl.rollout import BARREN_MAX, Rollout, tickets
+from tangram.rl.rollout import BARREN_MAX, Collected, Rollout, tickets
 from tangram.rl.settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 
 PAIR = GroupSettings(size=2)
@@ -384,7 +387,162 @@ def test_tickets_that_cannot_be_played_are_refused() -> None:
         assert (await first).whole
 
 
+def test_the_same_tickets_twice_at_once_are_refused_to_the_second_alone() -> None:
+    configured = settings(groups=PAIR)
+
+    @in_rollout(None, configured)
+    async def played(rollout: Rollout, world: World, talker: Talker) -> None:
+        both = await asyncio.gather(
+            rollout.collect(tickets(configured), 2), rollout.collect(tickets(configured), 2), return_exceptions=True
+        )
+        assert isinstance(both[0], Collected) and len(both[0].groups) == 2
+        assert isinstance(both[1], InvalidConfig) and "scripted/0" in str(both[1])
+        world.ended.clear()
+        again = await rollout.collect(tickets(configured), 2)
+        assert [group.whole for group in again.groups] == [True, True]
+
+
+def test_only_the_endings_of_what_is_stopped_can_be_given_to_abort() -> None:
+    @in_rollout(None, settings(groups=PAIR))
+    async def played(rollout: Rollout, world: World, talker: Talker) -> None:
+        with pytest.raises(InvalidConfig, match="one of stale, cancelled"):
+            rollout.abort(lambda episode: True, Ending.FINISHED)
+
+
+class Sized(Scripted):
+    def __init__(self, outside: Outside, size: int = 1) -> None:
+        if size < 1:
+            raise ValueError(f"size {size} is too small")
+        super().__init__(outside)
+
+
+@pytest.mark.parametrize(("options", "said"), [({"nonsense": 1}, "'nonsense'"), ({"size": 0}, "size 0 is too small")])
+def test_a_wrong_option_is_named_with_its_task_before_anything_is_played(options: dict[str, Any], said: str) -> None:
+    path = f"{__name__}:Sized"
+
+    async def entering() -> None:
+        world = World()
+        tasks = (
+            TaskSettings(name="right", environment=path, options={"size": 3}),
+            TaskSettings(name="wrong", environment=path, options=options),
+        )
+        with pytest.raises(InvalidConfig, match=f"options of task wrong.*{said}"):
+            async with Rollout(RolloutSettings(tasks=tasks), Talker(), CODEC):
+                raise AssertionError("it is not entered")
+        assert world.made == {}
+        world.check()
+
+    run(entering())
+
+
+def test_what_else_a_first_environment_raises_is_left_to_be_tried_again() -> None:
+    """A place that is lacking now may be there when it is played."""
+    configured = RolloutSettings(
+        groups=GroupSettings(size=1, size_min=1), tasks=(TaskSettings(name="late", environment=f"{__name__}:Late"),)
+    )
+
+    @in_rollout(None, configured)
+    async def played(rollout: Rollout, world: World, talker: Talker) -> None:
+        assert (await rollout.play(Ticket(task="late", number=0, seed=0))).whole
+
+
+class Late(Scripted):
+    def __init__(self, outside: Outside) -> None:
+        if outside.trajectory.endswith("/options"):
+            raise OSError("not yet")
+        super().__init__(outside)
+
+
+def test_groups_that_came_to_nothing_are_left_out_with_their_cause_while_others_take_their_place() -> None:
+    configured = RolloutSettings(
+        groups=GroupSettings(size=1, size_min=1, on_loss="drop"),
+        tasks=tuple(TaskSettings(name=name, environment=PATH, retries=0) for name in ("bad", "good")),
+    )
+    told: list[Group] = []
+
+    class Watcher:
+        def began(self, trajectory: str, task: str) -> None: ...
+
+        def stage(self, trajectory: str, stage: Stage) -> None: ...
+
+        def ended(self, trajectory: Trajectory) -> None: ...
+
+        def group(self, group: Group) -> None:
+            told.append(group)
+
+    @in_rollout(
+        lambda trajectory, number: Plan(fail="step" if trajectory.startswith("bad") else ""),
+        configured,
+        watch=Watcher(),
+    )
+    async def played(rollout: Rollout, world: World, talker: Talker) -> None:
+        batch = await rollout.collect(tickets(configured), 2)
+        assert {group.task for group in batch.groups} == {"good"}
+        lost = [group for group in batch.left_out if "connection lost" in group.cause]
+        assert lost and {group.task for group in lost} == {"bad"}
+        assert all(each.ending is Ending.ENV_FAILED for group in lost for each in group.all())
+        assert {group.id for group in told} == {group.id for group in (*batch.groups, *batch.left_out)}
+
+
+# ---- generators that answer what cannot be ----
+
+
+class Wrong(Talker):
+    """Answers as it is told."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self._fields = fields
+
+    async def generate(self, request: Request) -> Generation:
+        return msgspec.structs.replace(await super().generate(request), **self._fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"logprobs": (-1.0,)}, "expected logprobs for each of its 2 tokens, got 1"),
+        ({"versions": (0, 0, 0)}, "expected versions for each of its 2 tokens, got 3"),
+        ({"kept": ((1,),)}, "expected kept for each of its 2 tokens, got 1"),
+        ({"tokens": (99, 1)}, "token 99 is none of the 6"),
+        ({"tokens": (-1, 1)}, "token -1 is none of the 6"),
+    ],
+)
+def test_what_a_generator_gives_that_is_no_turn_stops_the_rollout_as_its_fault(
+    fields: dict[str, Any], said: str
+) -> None:
+    async def playing() -> None:
+        world, talker = World(), Wrong(**fields)
+        rollout = made(world, settings(groups=PAIR), talker)
+        async with rollout:
+            with pytest.raises(ManagerError, match=rf"scripted/0/\d\.0/1: .*{said}"):
+                await rollout.play(ticket())
+        world.check(rollout)
+        assert {each.ending for each in world.ended} == {Ending.CANCELLED}
+
+    run(playing())
+
+
 # ---- how it ends ----
+
+
+def test_what_ends_because_its_caller_was_cancelled_says_that_it_was_interrupted() -> None:
+    configured = settings(groups=PAIR)
+
+    @in_rollout(None, configured)
+    async def played(rollout: Rollout, world: World, talker: Talker) -> None:
+        async def stream() -> None:
+            async for _ in rollout.stream(tickets(configured, first=10), in_flight=1):
+                pass
+
+        waiting = [asyncio.create_task(rollout.collect(tickets(configured), 2)), asyncio.create_task(stream())]
+        await asyncio.sleep(0.5)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        await asyncio.sleep(0.001)
+        assert len(world.ended) == 6
+        assert {each.cause for each in world.ended} == {"the rollout was interrupted"}
 
 
 def test_a_rollout_that_is_left_ends_all_that_it_began() -> None:
@@ -453,7 +611,7 @@ def test_a_stream_that_nobody_closes_ends_with_the_rollout() -> None:
             world.check(rollout)
             assert talker.inside == {}
             cancelled = [each for each in world.ended if each.ending is Ending.CANCELLED]
-            assert cancelled and all("the rollout is over" in each.cause for each in cancelled)
+            assert cancelled and all(each.cause == "the rollout was stopped" for each in cancelled)
             await stream.aclose()
 
     with pytest.raises(KeyError, match="mine"):

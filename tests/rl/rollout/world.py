@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -48,6 +50,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The turn in which a step fails or hangs."""
     deaf: bool = False
     """Keeps a cancellation of its step to itself and answers."""
+    never_listens: str = ""
+    """`reset`, `step` or `close`: does not answer, and keeps all cancellations to itself, until the World ends it."""
+    exits: str = ""
+    """`make`, `reset`, `step` or `close`: leaves Python there."""
     cancels_itself: bool = False
     odd: Any = None
     """What its steps answer instead of a Step."""
@@ -65,11 +71,18 @@ class Scripted:
         world = World.current
         assert world is not None
         self.trajectory = outside.trajectory
+        self._world = world
+        self._turn = 0
+        self._tried = self.trajectory.endswith("/options")
+        if self._tried:  # made and closed by a rollout that is entered
+            self.plan = Plan()
+            world.tried += 1
+            return
         number = world.made.get(self.trajectory, 0)
         world.made[self.trajectory] = number + 1
         self.plan = world.plan(self.trajectory, number)
-        self._world = world
-        self._turn = 0
+        if self.plan.exits == "make":
+            sys.exit(3)
         if self.plan.fail == "make":
             raise OSError("no room")
         world.open.append(self)
@@ -90,9 +103,13 @@ class Scripted:
         return Step(observation="end" if done else "look", reward=self.plan.reward if done else 0.0, done=done)
 
     async def close(self) -> None:
+        if self._tried:
+            self._world.tried -= 1
+            return
         assert self in self._world.open, f"{self.trajectory} is closed twice"
         self._world.open.remove(self)
         self._world.closed += 1
+        await self._misbehave("close")
         await asyncio.sleep(FOR_EVER_S if self.plan.hang == "close" else self.plan.close_s)
         if self.plan.fail_close:
             raise OSError("close: no such machine")
@@ -100,6 +117,8 @@ class Scripted:
     async def _answer(self, what: str, seconds: float, answer: str, *, here: bool = True) -> str:
         if here and self.plan.cancels_itself and what == "step":
             raise asyncio.CancelledError
+        if here:
+            await self._misbehave(what)
         if here and self.plan.hang == what:
             await asyncio.sleep(FOR_EVER_S)
         if seconds:
@@ -107,6 +126,13 @@ class Scripted:
         if here and self.plan.fail == what:
             raise ConnectionResetError(f"{what}: connection lost")
         return answer
+
+    async def _misbehave(self, what: str) -> None:
+        if self.plan.exits == what:
+            sys.exit(3)
+        while self.plan.never_listens == what and not self._world.over.is_set():
+            with suppress(asyncio.CancelledError):
+                await self._world.over.wait()
 
 
 class World:
@@ -122,6 +148,10 @@ class World:
         self.open: list[Scripted] = []
         self.made: dict[str, int] = {}
         self.closed = 0
+        self.tried = 0
+        """Environments that were made to try options, and are not closed."""
+        self.over = asyncio.Event()
+        """Ends those that never listen."""
         self.ended: list[Trajectory] = []
 
     def endings(self) -> dict[str, Ending]:
@@ -129,7 +159,7 @@ class World:
 
     def check(self, *rollouts: Rollout) -> None:
         """Nothing is left, and every trajectory ended once."""
-        assert self.open == []
+        assert self.open == [] and self.tried == 0
         ids = [each.id for each in self.ended]
         assert len(ids) == len(set(ids)), "a trajectory ended twice"
         for rollout in rollouts:

@@ -22,7 +22,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn."""
 
     temperature: float = 1.0
-    """0 takes the most likely token always: for evaluation, not for training."""
+    """0 takes the most likely token always, and the log-probability told is that of temperature 1, since that of what
+    is certain says nothing: for evaluation, not for training."""
     tokens_max: int = 64
     stop: tuple[int, ...] = ()
     top_k: int = 0
@@ -85,6 +86,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Of each token in the distribution from which it was drawn, after temperature, top-k and top-p; at temperature 0,
+    where nothing is drawn, in that of temperature 1."""
     versions: tuple[int, ...]
     kept: tuple[tuple[int, ...], ...] | None = None
     finish: Finish
@@ -105,7 +108,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     folder: str
-    """As rl/nn/weights.py publishes them."""
+    """As rl/nn/weights.py publishes them; for servers of others, as rl/nn/checkpoint.py saves them."""
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +152,8 @@ class Engine(Protocol):
     """Whether what it writes may be trained on: it tells ids, log-probabilities and versions, and takes weights."""
 
     async def start(self, weights: Weights) -> None:
-        """Ready to serve with these weights. Also after it died. Raises ManagerError."""
+        """Ready to serve with these weights; a server of others counts its own as these. Also after it died. Raises
+        ManagerError."""
         ...
 
     async def generate(self, request: Request) -> Generation:

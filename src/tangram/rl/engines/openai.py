@@ -1,9 +1,16 @@
 """Engines that are servers of others: what speaks the OpenAI API, such as vLLM and SGLang.
 
 Owns connections, never a server: it has to run already. Tokens go in and tokens come out: an answer that is text alone
-is refused, for what was sampled is never made from text again. It says at its start what the server is good for: it
-trains only if the server tells ids and log-probabilities of the distribution that it samples from, and takes weights;
-else it serves evaluation, and `shortcoming` says what is missing.
+is refused, for what was sampled is never made from text again.
+
+At its start the server keeps the weights that it serves, which count as those of the first version. Only `update` hands
+it others, and it takes the folders of Hugging Face alone: config.json and *.safetensors, as rl/nn/checkpoint.py saves
+them, where the server finds them under the same name. Weights as rl/nn/weights.py publishes them are refused, and it
+keeps its own. Once it has taken weights, it is given those of the order at each further start: it may have been started
+anew meanwhile.
+
+What it writes may be trained on only if the server tells ids and log-probabilities of the distribution that it samples
+from, and has taken weights; else it serves evaluation, and `shortcoming` says what is missing.
 
 What a server is asked differs by its dialect:
 
@@ -27,6 +34,7 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -70,6 +78,7 @@ TEXT_ALONE = (
     "answered text without the ids of its tokens, which cannot be used: text that is tokenised again gives other "
     "tokens than were sampled; use a server that takes return_token_ids, as vLLM from 0.10.2 on does"
 )
+ITS_OWN = "it serves weights of its own until it has taken an update"
 
 
 class Unreachable(EngineDied):
@@ -110,6 +119,10 @@ class OpenAIEngine:
         """Done when it hangs up: whoever waits for an answer then gets none."""
         self._alive = False
         self._takes_weights = False
+        self._has_taken = False
+        """Whether it has been given weights, in this life or one before."""
+        self._unfit = ""
+        """Why what it writes cannot be trained on, whoever's weights it has."""
         self._tells_logprobs = False
         self._suspended_at: float | None = None
         self._resumed_at = -math.inf
@@ -132,20 +145,33 @@ class OpenAIEngine:
         await self._open()
         if not self._model and self._dialect.path.startswith("/v1/"):
             self._model = await self._first_model()
-        self._takes_weights = self._dialect.update is not None
-        missing = "the dialect takes no weights" if not self._takes_weights else ""
-        if self._takes_weights:
-            try:
-                await self._load(weights)
-            except _Missing as error:
-                self._takes_weights, missing = False, f"it takes no weights ({error}): {self._dialect.hint}"
+        missing = await self._no_control()
+        self._takes_weights = not missing
         self._version = weights.version
         self._alive = True
         try:
             unfit = await self._probe()
         except EngineDied as error:
             raise ManagerError(str(error)) from error
-        self.shortcoming = "; ".join(each for each in (missing, unfit) if each)
+        self._unfit = "; ".join(each for each in (missing, unfit) if each)
+        if self._has_taken:
+            await self._load(weights)
+        self._assess()
+
+    async def _no_control(self) -> str:
+        """Why it takes no weights; empty if it does. It is asked to go on, which also wakes a server that was left
+        suspended by whoever used it before."""
+        if self._dialect.update is None:
+            return "the dialect takes no weights"
+        try:
+            await self._calls(self._dialect.resume)
+        except _Missing as error:
+            return f"it takes no weights ({error}): {self._dialect.hint}"
+        return ""
+
+    def _assess(self) -> None:
+        its_own = ITS_OWN if self._takes_weights and not self._has_taken else ""
+        self.shortcoming = "; ".join(each for each in (self._unfit, its_own) if each)
         self.trains = not self.shortcoming
 
     async def suspend(self) -> None:
@@ -159,10 +185,24 @@ class OpenAIEngine:
         self._require_alive()
         began_s = time.monotonic()
         if self._takes_weights:
-            assert self._dialect.update is not None
-            await self._controlled(self._dialect.update(weights))
+            await self._hand_over(weights)
         self._version = weights.version
         self._count(update_s=time.monotonic() - began_s)
+
+    async def _hand_over(self, weights: Weights) -> None:
+        """Raises ManagerError if it keeps its old weights, EngineDied if nobody knows which ones it has."""
+        assert self._dialect.update is not None
+        await asyncio.to_thread(_require_hugging_face, self.name, weights)
+        first, *rest = self._dialect.update(weights)
+        await self._controlled((first,))
+        self._has_taken = True
+        try:
+            await self._controlled(tuple(rest))
+        except ManagerError as error:
+            raise EngineDied(
+                self.name, f"it took version {weights.version}, but not what follows: {error}", None
+            ) from error
+        self._assess()
 
     async def resume(self) -> None:
         self._require_alive()
@@ -352,13 +392,12 @@ class OpenAIEngine:
         return name
 
     async def _load(self, weights: Weights) -> None:
-        """The weights of the start. Raises _Missing, if it does not take any."""
-        assert self._dialect.update is not None
-        await self._calls(self._dialect.suspend)
+        """The weights of a start that is not the first."""
+        await self._controlled(self._dialect.suspend)
         try:
-            await self._calls(self._dialect.update(weights))
+            await self._hand_over(weights)
         finally:
-            await self._calls(self._dialect.resume)  # the server stays when we go, so it is not left suspended
+            await self._controlled(self._dialect.resume)  # the server stays when we go, so it is not left suspended
 
     async def _controlled(self, calls: Calls) -> None:
         try:
@@ -454,6 +493,17 @@ def seed_of(noise: Noise, position: int) -> int:
     """Of a request whose first token stands there: one that is continued elsewhere draws other numbers."""
     words = f"{noise.seed}/{noise.member}/{noise.attempt}/{position}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> (64 - SEED_BITS)
+
+
+def _require_hugging_face(name: str, weights: Weights) -> None:
+    """Raises ManagerError."""
+    folder = Path(weights.folder)
+    if not (folder / "config.json").is_file() or next(folder.glob("*.safetensors"), None) is None:
+        raise ManagerError(
+            f"engine {name}: takes Hugging Face folders only, with config.json and *.safetensors, which {folder} is "
+            "not; publish with tangram.rl.nn.checkpoint.save",
+            retry=False,
+        )
 
 
 def _require_stop(sampling: Sampling, generation: Generation) -> None:

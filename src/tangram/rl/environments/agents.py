@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task
+from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task, number_of
+from tangram.rl.environments.calls import begun, ended
 from tangram.rl.environments.registry import path_of, resolve
 from tangram.rl.environments.sharing import prepared
 
@@ -228,7 +229,7 @@ async def _turns(
 
 async def reset(environment: Environment, seed: int, timeout_s: float) -> str:
     """The first observation. Raises BadAnswer, TimeoutError and what the environment raises."""
-    said = await _within(timeout_s, environment.reset(seed), f"reset({seed})")
+    said = await _within(timeout_s, f"reset({seed})", environment.reset, seed)
     if not isinstance(said, str):
         raise BadAnswer(f"reset({seed}): expected the first observation as one text, got {shown(said)}")
     return said
@@ -237,29 +238,38 @@ async def reset(environment: Environment, seed: int, timeout_s: float) -> str:
 async def step(environment: Environment, action: str, timeout_s: float) -> Step:
     """What is answered to an action. Raises BadAnswer, TimeoutError and what the environment raises."""
     what = f"step({shown(action)})"
-    answer = await _within(timeout_s, environment.step(action), what)
+    answer = await _within(timeout_s, what, environment.step, action)
     if not isinstance(answer, Step):
         raise BadAnswer(f"{what}: expected a Step, got {shown(answer)}")
-    for name, kinds in (("observation", str), ("reward", int | float), ("done", bool), ("metrics", dict)):
+    for name, kind in (("observation", str), ("done", bool), ("metrics", dict)):
         value = getattr(answer, name)
-        if not isinstance(value, kinds):
-            wanted = getattr(kinds, "__name__", "number")
-            raise BadAnswer(f"{what}: expected a Step whose {name} is of type {wanted}, got {shown(value)}")
-    return answer
+        if not isinstance(value, kind):
+            raise BadAnswer(f"{what}: expected a Step whose {name} is of type {kind.__name__}, got {shown(value)}")
+    try:
+        return msgspec.structs.replace(answer, reward=number_of(answer.reward, "reward"))
+    except TypeError:
+        raise BadAnswer(f"{what}: expected a Step whose reward is a number, got {shown(answer.reward)}") from None
 
 
 async def close(environment: Environment, timeout_s: float) -> None:
-    await _within(timeout_s, environment.close(), "close()")
+    await _within(timeout_s, "close()", environment.close)
 
 
-async def _within(timeout_s: float, call: Awaitable[T], what: str) -> T:
+async def _within(timeout_s: float, what: str, ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     """The answer of a call; what it raises says which call it was."""
+    call = begun(ask, *arguments)
     try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await call
+        await asyncio.wait({call}, timeout=timeout_s)
+        answered = call.done()
+    finally:
+        await ended(call)
+    if not answered:
+        raise TimeoutError(f"{what}: expected an answer within {timeout_s:g} s, got none")
+    if call.cancelled():
+        raise BadAnswer(f"{what}: expected an answer, got a call that cancelled itself")
+    try:
+        return call.result()
     except Exception as error:
-        if limit.expired():
-            raise TimeoutError(f"{what}: expected an answer within {timeout_s:g} s, got none") from error
         error.add_note(f"in {what}")
         raise
 

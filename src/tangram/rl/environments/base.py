@@ -47,10 +47,47 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers to be reported, such as the length of the way. The last of a name counts."""
 
 
+def number_of(value: object, what: str) -> float:
+    """A number of any kind, one of numpy too, as a plain float. Raises TypeError, which says `what` it is of."""
+    if type(value) is float:
+        return value
+    if not isinstance(value, str | bytes | bytearray):
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except Exception:  # it is anybody's
+            pass
+    raise TypeError(f"expected a number as {what}, got {type(value).__name__}")
+
+
+def metrics_of(metrics: object) -> dict[str, float]:
+    """As plain numbers. Raises TypeError."""
+    if not isinstance(metrics, dict):
+        raise TypeError(f"expected a dict as metrics, got {type(metrics).__name__}")
+    for key in metrics:
+        if not isinstance(key, str) or not key.isprintable():
+            raise TypeError(f"expected printable text as the names of metrics, got {key!r}")
+    return {key: number_of(value, f"metrics[{key!r}]") for key, value in metrics.items()}
+
+
+def step_of(answer: object) -> Step:
+    """What an environment answered, with plain numbers. Raises TypeError for what is no Step."""
+    if not isinstance(answer, Step):
+        raise TypeError(f"expected a Step, got {type(answer).__name__}")
+    if not isinstance(answer.observation, str):
+        raise TypeError(f"expected a text as observation, got {type(answer.observation).__name__}")
+    return Step(
+        observation=answer.observation,
+        reward=number_of(answer.reward, "reward"),
+        done=bool(number_of(answer.done, "done")),
+        metrics=metrics_of(answer.metrics),
+    )
+
+
 @runtime_checkable
 class Environment(Protocol):
-    """One episode. Its methods are called one at a time and may be cancelled at any time; `close` is called always,
-    also after a failed or cancelled reset, and once."""
+    """One episode. Its methods are called one at a time, each in a task of its own, and may be cancelled at any time;
+    one that does not end then is given up. `close` is called always, also after a failed or cancelled reset, and
+    once."""
 
     async def reset(self, seed: int) -> str:
         """The first observation. The same seed makes the same episode, whenever and wherever."""

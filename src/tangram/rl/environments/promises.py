@@ -19,7 +19,8 @@ import msgspec
 from tangram.errors import ManagerError
 from tangram.rl.environments import agents
 from tangram.rl.environments.agents import Episode, RandomAgent, ScriptedAgent, shown
-from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task
+from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task, metrics_of
+from tangram.rl.environments.calls import begun, ended
 from tangram.rl.environments.registry import missing_of, path_of
 from tangram.rl.environments.sharing import prepared
 
@@ -203,6 +204,19 @@ class Checking:
             if not math.isfinite(step.reward):
                 raise Broken("finite rewards", f"{step.reward} after {what}", "divide by nothing that may be 0")
 
+    async def metrics(self) -> None:
+        said = [
+            (f"turn {turn} of seed {episode.seed}, agent {episode.agent}", taken)
+            for episode in self._all()
+            for turn, taken in enumerate(episode.steps)
+        ]
+        for where, step in (*said, *((f"the answer to {what}", step) for what, step in self._answers)):
+            try:
+                metrics_of(step.metrics)
+            except TypeError as error:
+                advice = "report numbers only, each by a name; a text belongs into the observation"
+                raise Broken("metrics that are numbers", f"{error}, in {where}", advice) from error
+
     # ---- its ends ----
 
     async def ends(self) -> None:
@@ -266,12 +280,12 @@ class Checking:
         for wait in waits:
             before = asyncio.all_tasks()
             async with self._open() as environment:
-                await self._cancel("reset", environment.reset(seed), wait)
+                await self._cancel("reset", begun(environment.reset, seed), wait)
             await _require_none_left(before, "reset")
             before = asyncio.all_tasks()
             async with self._open() as environment:
                 await self._reset(environment, seed)
-                await self._cancel("step", environment.step(episode.actions[0]), wait)
+                await self._cancel("step", begun(environment.step, episode.actions[0]), wait)
             await _require_none_left(before, "step")
 
     # ---- its agents ----
@@ -371,8 +385,7 @@ class Checking:
             for episode, said, taken in zip(episodes, first, steps, strict=True)
         ]
 
-    async def _cancel(self, what: str, call: Any, wait: Callable[[], Awaitable[None]]) -> None:
-        running = asyncio.ensure_future(call)
+    async def _cancel(self, what: str, running: asyncio.Task[Any], wait: Callable[[], Awaitable[None]]) -> None:
         try:
             await wait()
         finally:
@@ -381,8 +394,7 @@ class Checking:
         await asyncio.wait({running}, timeout=self._timeout_s)
         advice = "let CancelledError pass; what must be given back is given back in `finally` or in close"
         if not running.done():
-            running.cancel()  # once more, so that nothing is left of it if it ever listens
-            await asyncio.wait({running}, timeout=LEFT_S)
+            await ended(running, LEFT_S)
             raise Broken(f"{what} to end when it is cancelled", f"it goes on after {self._timeout_s:g} s", advice)
         error = None if running.cancelled() else running.exception()
         if not over and not running.cancelled():
@@ -450,6 +462,7 @@ PROMISES: Mapping[str, tuple[str, Callable[[Checking], Awaitable[None]], tuple[s
     "words": ("all that it and its agents say is in `words`", Checking.words, ("plays",)),
     "tokens_fit": ("what its agents say fits into tokens_max", Checking.tokens_fit, ("plays",)),
     "rewards": ("rewards are finite, and their sum is in its range", Checking.rewards, ("plays",)),
+    "metrics": ("metrics are numbers, each with a name", Checking.metrics, ("plays",)),
     "ends": ("it comes to an end within turns_max", Checking.ends, ("plays",)),
     "after_done": ("a step after the end is refused", Checking.after_done, ("ends", "steps_repeat")),
     "closes": ("close works at any time, and twice", Checking.closes, ("plays",)),

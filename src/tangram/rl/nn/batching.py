@@ -5,10 +5,10 @@ machine: nothing is received, sent, loaded or waited for here, and the time come
 
 A step writes one token for every request that has read all but its last token, and reads at most `chunk` tokens for
 those that have not; so a long prompt is read by and by and holds up nobody. A few tokens are read along with those who
-write, one in each step. Requests get a slot in the order of their
-arrival. A request that ends leaves its slot to its session: what was read stays until another needs the place, and the
-next request of the session reads only what is new. New weights make everything that was read void: what is in flight is
-read again and goes on, and tokens that were written before keep their version and their log-probability.
+write, one in each step. Requests get a slot in the order of their arrival. A request that ends leaves its slot to its
+session: what was read stays there or in one of the `sessions` slots that only keep, until others need the place, and
+the next request of the session reads only what is new. New weights make everything that was read void: what is in
+flight is read again and goes on, and tokens that were written before keep their version and their log-probability.
 
 With `deterministic`, what a request gets does not depend, to the last bit, on anything but itself and the weights:
 every call of the model has one of two fixed shapes, each row is sampled by itself, and nothing is taken from a session.
@@ -27,7 +27,7 @@ from tangram.errors import InvalidAction
 from tangram.rl.engines.base import EngineStatistics, Finish, Generation, Request
 from tangram.rl.engines.messages import Written
 from tangram.rl.nn.sampling import Drawn, Sampler, draw, require_noise, uniforms
-from tangram.rl.nn.slots import Slots, Work
+from tangram.rl.nn.slots import Move, Slots, Work
 from tangram.rl.nn.transformer import Cache, Transformer
 
 KEYS_ROUNDED_TO = 32
@@ -91,6 +91,7 @@ class Batcher:
         version: int,
         *,
         slots: int,
+        sessions: int = 0,
         context_max: int,
         chunk: int,
         deterministic: bool = False,
@@ -104,12 +105,13 @@ class Batcher:
         self.name, self.version = name, version
         self.suspended = False
         self._model = model
-        self._cache = Cache(model.config, slots, context_max, model.dtype)
+        kept = 0 if deterministic else sessions
+        self._cache = Cache(model.config, slots + kept, context_max, model.dtype)
         self._context_max, self._chunk, self._deterministic = context_max, chunk, deterministic
         self._now, self._pace = now, pace
         self._prefill_s_per_token, self._decode_s_per_step = prefill_s_per_token, decode_s_per_step
         self._emulated = prefill_s_per_token > 0.0 or decode_s_per_step > 0.0
-        self._slots = Slots(slots, keep=not deterministic)
+        self._slots = Slots(slots, kept, keep=not deterministic)
         self._waiting: deque[Work] = deque()
         self._work_by_id: dict[str, Work] = {}
         """All requests."""
@@ -205,11 +207,19 @@ class Batcher:
         free = self._slots.free if self._waiting else []
         while self._waiting and free:
             work = self._waiting.popleft()
-            self._slots.enter(work, free)
+            move = self._slots.enter(work, free)
+            if move is not None:
+                self._move(move)
             self._running[work.request.id] = work
             self._batch = None
             count = min(work.request.sampling.tokens_max, self._context_max - work.prompt)
             work.noise = uniforms(work.request.noise, work.prompt, count).tolist()
+
+    def _move(self, move: Move) -> None:
+        for each in (*self._cache.keys, *self._cache.values):
+            back = each[move.target, :, : move.tokens_back].clone()
+            each[move.target, :, : move.tokens] = each[move.source, :, : move.tokens]
+            each[move.source, :, : move.tokens_back] = back
 
     def _to_read(self) -> list[tuple[Work, int]]:
         """Who reads how many tokens in this step: rows of one length, padding included, of at most `chunk` tokens."""

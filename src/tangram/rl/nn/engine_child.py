@@ -110,6 +110,7 @@ class Engine:
             model,
             hello.weights.version,
             slots=settings.slots,
+            sessions=settings.sessions,
             context_max=settings.context_max,
             chunk=settings.chunk,
             deterministic=settings.deterministic,

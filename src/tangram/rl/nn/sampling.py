@@ -3,7 +3,8 @@
 Owns how chance is made and how it becomes a token. The noise of a token is a function of seed, member, attempt and
 position alone (Philox4x32-10 of Salmon, Moraes, Dror and Shaw, 2011), so it does not matter when, where and beside whom
 a token is drawn. Everything is computed in float64, whatever the model computes in. Promises that a token that is drawn
-had a probability above 0, and that its log-probability is that of the distribution from which it was drawn.
+had a probability above 0, and that its log-probability is that of the distribution from which it was drawn. At
+temperature 0 nothing is drawn: the most likely token is taken, with its log-probability at temperature 1.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
 """The slots of a cache: who works in which, and what those who left have left there.
 
-Owns which slot a request gets and what is still to be had in it. Knows tokens only, never keys and values. Promises
-that what a slot is said to hold has been read there under the present weights.
+Owns which slot a request gets and what is still to be had in it. Knows tokens only, never keys and values: what has to
+be moved from one slot to another it says. Promises that what a slot is said to hold has been read there under the
+present weights.
+
+Requests are served in the first slots. The others keep what was read for sessions whose own slot somebody else needed:
+so the slots that a step works in lie side by side, however many sessions there are, and a move costs once per turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tangram.rl.engines.base import Finish, Generation, Request
 from tangram.rl.engines.messages import Written
@@ -23,6 +28,23 @@ class Slot:
         """While nobody works in it: what was read and is still there."""
         self.left = 0
         """When it was left, as a count: the smallest was left first."""
+
+    def empty(self) -> None:
+        self.session, self.tokens = "", []
+
+    def take_over(self, other: Slot) -> None:
+        """What was left in another one."""
+        self.session, self.tokens, self.left = other.session, other.tokens, other.left
+
+
+class Move(NamedTuple):
+    """What a slot holds, to be moved to another one, and what that one holds to be moved back."""
+
+    source: int
+    target: int
+    tokens: int
+    """So many, from the first on, and so many back:"""
+    tokens_back: int = 0
 
 
 class Work:
@@ -95,39 +117,59 @@ class Work:
 
 
 class Slots:
-    """All of them. With `keep`, those who leave leave what they have read to their session."""
+    """All of them: `count` to be served in, and `kept` for sessions. Without `keep`, nothing is left to a session."""
 
-    def __init__(self, count: int, *, keep: bool) -> None:
-        self._slots = [Slot(number) for number in range(count)]
+    def __init__(self, count: int, kept: int, *, keep: bool) -> None:
+        self._served = [Slot(number) for number in range(count)]
+        self._kept = [Slot(number) for number in range(count, count + kept)]
         self._keep = keep
         self._leaves = 0
 
     def __len__(self) -> int:
-        return len(self._slots)
+        """Those to be served in."""
+        return len(self._served)
 
     @property
     def free(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.work is None]
+        return [slot for slot in self._served if slot.work is None]
 
     @property
     def resident(self) -> int:
         """Tokens that are left for sessions."""
-        return sum(len(slot.tokens) for slot in self._slots)
+        return sum(len(slot.tokens) for slot in (*self._served, *self._kept))
 
-    def enter(self, work: Work, free: list[Slot]) -> None:
-        """The slot, of those that are free, that has most of what the request begins with; else an empty one, else the
-        one that was left first. It is taken out of the list."""
+    def enter(self, work: Work, free: list[Slot]) -> Move | None:
+        """A slot of those that are free, which is taken out of the list: the one that has most of what the request
+        begins with, else an empty one, else the one that was left first. Returns what has to be moved before anything
+        is read."""
         # Nothing can be written without reading a token, so the last one is read in any case.
         wanted = work.request.tokens[:-1]
-        mine = [slot for slot in free if slot.session and slot.session == work.request.session]
-        slot = max(mine, key=lambda slot: _shared(slot.tokens, wanted), default=None)
-        shared = _shared(slot.tokens, wanted) if slot is not None else 0
-        if slot is None or not shared:
-            slot = min(free, key=lambda slot: (slot.left, slot.number) if slot.tokens else (-1, slot.number))
+        mine = [slot for slot in (*free, *self._kept) if slot.session and slot.session == work.request.session]
+        home = max(mine, key=lambda slot: _shared(slot.tokens, wanted), default=None)
+        shared = _shared(home.tokens, wanted) if home is not None else 0
+        move = None
+        if home is None or not shared:
+            slot = _first_left(free)
+            move = self._put_by(slot)
+        elif home in free:
+            slot = home
+        else:
+            slot = _first_left(free)
+            move = Move(home.number, slot.number, shared, len(slot.tokens))
+            home.take_over(slot)
         free.remove(slot)
+        slot.empty()
         slot.work, work.slot = work, slot
-        slot.tokens, slot.session = [], ""
         work.read = work.reused = shared
+        return move
+
+    def _put_by(self, slot: Slot) -> Move | None:
+        """What was left in a slot goes to one that keeps, in the place of what was left there first."""
+        if not slot.tokens or not self._kept:
+            return None
+        place = _first_left(self._kept)
+        place.take_over(slot)
+        return Move(slot.number, place.number, len(slot.tokens))
 
     def leave(self, work: Work) -> None:
         slot = work.slot
@@ -140,16 +182,22 @@ class Slots:
 
     def forget(self) -> None:
         """What was left there: it was read under weights that are no longer used."""
-        for slot in self._slots:
-            slot.tokens, slot.session = [], ""
+        for slot in (*self._served, *self._kept):
+            slot.empty()
 
     def check(self, works: Sequence[Work]) -> None:
         """These are all that work in them."""
-        held = [slot for slot in self._slots if slot.work is not None]
+        held = [slot for slot in self._served if slot.work is not None]
         assert len(held) == len(works), f"{len(held)} slots are held by {len(works)} requests"
         assert all(work.slot is not None and work.slot.work is work for work in works), "a slot has one request"
         for slot in held:
             assert not slot.tokens and not slot.session, "a slot is left to a session while somebody works in it"
+        assert all(slot.work is None for slot in self._kept), "somebody works in a slot that keeps"
+
+
+def _first_left(slots: Sequence[Slot]) -> Slot:
+    """An empty one, else the one that was left first."""
+    return min(slots, key=lambda slot: (slot.left, slot.number) if slot.tokens else (-1, slot.number))
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,0 +1,98 @@
+"""Assembly: what a config describes is made whole, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from tangram.errors import InvalidConfig
+from tangram.rl.assembly import assembled
+from tangram.rl.published import PREFIX, SHARED_MEMORY
+from tangram.rl.rollout import Collected, tickets
+from tangram.rl.settings import (
+    EngineSettings,
+    GroupSettings,
+    OutsideSettings,
+    PolicySettings,
+    RewardSettings,
+    RolloutSettings,
+    TaskSettings,
+)
+
+if os.environ.get("CI") != "true":
+    pytest.importorskip("torch")
+
+OUTSIDE = OutsideSettings(backend="process", cores=2.0)
+
+
+def half(transcript: dict[str, object]) -> float:
+    """A reward for any trajectory."""
+    return 0.5
+
+
+def played(settings: RolloutSettings, groups: int) -> Collected:
+    async def main() -> Collected:
+        async with asyncio.timeout(120), assembled(settings) as made:
+            return await made.rollout.collect(tickets(settings), groups)
+
+    return asyncio.run(main())
+
+
+def settings_of(**keys: object) -> RolloutSettings:
+    return RolloutSettings(groups=GroupSettings(size=2), outside=OUTSIDE, engines=(EngineSettings(slots=8),), **keys)  # type: ignore[arg-type]
+
+
+def test_a_reward_that_runs_outside_gets_a_connection_though_the_task_needs_none() -> None:
+    reward = RewardSettings(kind="function", function="tests.rl.test_assembly:half")
+    batch = played(settings_of(tasks=(TaskSettings(name="chain", reward=reward),)), 2)
+    assert [member.reward for group in batch.groups for member in group.members] == [0.5] * 4
+
+
+def test_a_task_that_acts_outside_is_played_by_plain_processes_too() -> None:
+    batch = played(settings_of(tasks=(TaskSettings(name="codefix"),)), 1)
+    assert batch.groups[0].whole
+
+
+def test_nothing_is_left() -> None:
+    before = set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+
+    async def main() -> None:
+        async with assembled(settings_of(tasks=(TaskSettings(name="chain"),))) as made:
+            assert set(SHARED_MEMORY.glob(f"{PREFIX}*")) - before == {made.folder}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        asyncio.run(main())
+    assert set(SHARED_MEMORY.glob(f"{PREFIX}*")) <= before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tasks": ()}, "at least one task"),
+        ({"tasks": (TaskSettings(name="chian"),)}, "chain"),
+        ({"tasks": (TaskSettings(name="chain"),), "policy": PolicySettings(checkpoint="/nowhere")}, "checkpoint"),
+    ],
+)
+def test_what_cannot_be_made_is_said(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        played(settings_of(**wrong), 1)
+
+
+def test_a_checkpoint_brings_its_words(tmp_path: Path) -> None:
+    import msgspec
+
+    from tangram.rl.codec import Words
+    from tangram.rl.environments.registry import words_of
+    from tangram.rl.nn.checkpoint import save
+    from tangram.rl.nn.transformer import Transformer, small
+
+    words = Words((*words_of(["chain"]), "more"))
+    save(Transformer.new(small(words.size, width=32, heads=2), 1), tmp_path / "policy")
+    (tmp_path / "policy" / "words.json").write_bytes(msgspec.json.encode(words.words))
+    policy = PolicySettings(checkpoint=str(tmp_path / "policy"))
+    batch = played(settings_of(tasks=(TaskSettings(name="chain"),), policy=policy), 1)
+    assert batch.groups[0].whole
