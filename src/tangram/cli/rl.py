@@ -27,6 +27,15 @@ app = typer.Typer(help="Play rollouts, look into what was played, and try enviro
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A log of trajectories; it may still be growing.")]
 TaskName = Annotated[str | None, typer.Option("--task", metavar="NAME", help="Only trajectories of this task.")]
 
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Where the commands of environments run: sandbox, docker, or process, which isolates nothing.",
+    ),
+]
+
 LIMIT = 50
 """Rows of a table: a screen or two."""
 TOGETHER = 8
@@ -235,14 +244,7 @@ def replay(
         list[str] | None, typer.Argument(metavar="ID...", help="These alone. Without: all.")
     ] = None,
     task: TaskName = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend",
-            metavar="NAME",
-            help="Where the commands of environments run: sandbox, docker, or process, which isolates nothing.",
-        ),
-    ] = None,
+    backend: Backend = None,
     as_json: Json = False,
 ) -> None:
     """Play environments again with the recorded actions and seeds, and compare what they say; no model is needed.
@@ -293,11 +295,13 @@ async def _replayed(
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
-    from tangram.rl.environments.sharing import needs_of, prepared
+    from tangram.rl.environments.sharing import needs_of, prepared, require_backend
     from tangram.rl.replay import replay as replay_one
     from tangram.rl.replay import task_of
 
     makers = {name: task_of(each) for name, each in settings.items()}
+    for name, maker in makers.items():
+        require_backend(name, maker, backend)
     places = asyncio.Semaphore(TOGETHER)
     done: list[Replayed] = []
     with show.progress("replaying", "trajectories") as tell:
@@ -334,5 +338,4 @@ def _one_error(backend: str | None) -> Iterator[None]:
     except InvalidConfig as error:
         if backend is not None or error.field != "client":
             raise
-        expected = f"sandbox, docker or process, with --backend: {error.expected}"
-        raise InvalidConfig("backend", None, expected) from None
+        raise InvalidConfig("backend", None, "sandbox, docker or process, since it acts outside") from error

@@ -9,7 +9,7 @@ import typer
 
 from tangram.cli import options, show
 from tangram.cli.options import Json
-from tangram.errors import InvalidConfig
+from tangram.cli.rl import Backend
 
 if TYPE_CHECKING:
     from tangram.rl.environments.conformance import Report
@@ -32,14 +32,7 @@ def check(
         list[str] | None,
         typer.Option("--option", metavar="KEY=VALUE", help="For the environment; several may be given."),
     ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend",
-            metavar="NAME",
-            help="Where its commands run: sandbox, docker, or process, which isolates nothing.",
-        ),
-    ] = None,
+    backend: Backend = None,
     as_json: Json = False,
 ) -> None:
     """Try an environment without a model: deterministic by seed, bounded, calm about garbage, free of leftovers.
@@ -66,11 +59,10 @@ async def _checked(name: str, episodes: int, seed: int, given: dict[str, Any], b
     from tangram.rl.environments.base import Outside
     from tangram.rl.environments.conformance import check as checked
     from tangram.rl.environments.registry import resolve
-    from tangram.rl.environments.sharing import acts_outside, needs_of, prepared
+    from tangram.rl.environments.sharing import needs_of, prepared, require_backend
 
     task = resolve(name)
-    if backend is None and acts_outside(task):
-        raise InvalidConfig("backend", backend, f"sandbox, docker or process, since {name} acts outside")
+    require_backend(name, task, backend)
     async with AsyncExitStack() as stack:
         client = None
         if backend is not None:

@@ -113,6 +113,7 @@ Case = tuple[str, int, int]
 class CodeFix:
     """One episode on one file."""
 
+    acts_outside: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = (
         "EDIT", *LINES, *OPERATORS, *RIGHT, *(str(number) for number in RESULTS),
         "fail", "want", "got", "pass", "hangs", "unknown", "?",

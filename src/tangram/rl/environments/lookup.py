@@ -151,6 +151,7 @@ def _any(chance: random.Random) -> str:
 class Lookup:
     """One episode: one question over one table."""
 
+    acts_outside: ClassVar[bool] = True
     words: ClassVar[tuple[str, ...]] = (
         *SPELLED, *RELATIONS, "SEARCH", "ANS", "ask", "found", "nothing", "unknown", "over",
     )  # fmt: skip

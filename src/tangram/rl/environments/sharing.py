@@ -19,8 +19,15 @@ Progress = Callable[[float, str], None]
 """Told how much is done, from 0 to 1, and what is being done."""
 
 
-def acts_outside(task: Task) -> bool:
-    return bool(getattr(task, "acts_outside", True))
+def acts_outside(task: Task, *, unless_said: bool = True) -> bool:
+    """What the task says; `unless_said`: what is taken for true of one that says nothing."""
+    return bool(getattr(task, "acts_outside", unless_said))
+
+
+def require_backend(name: str, task: Task, backend: str | None) -> None:
+    """Raises InvalidConfig for a task that says that it acts outside."""
+    if backend is None and acts_outside(task, unless_said=False):
+        raise InvalidConfig("backend", backend, f"sandbox, docker or process, since {name} acts outside")
 
 
 async def needs_of(tasks: Iterable[Task], progress: Progress | None = None) -> dict[str, Any]:
