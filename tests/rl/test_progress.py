@@ -28,7 +28,13 @@ class Clock:
 
 def terminal() -> Console:
     return Console(
-        file=io.StringIO(), force_terminal=True, width=120, height=40, color_system="standard", legacy_windows=False
+        _environ={"TERM": "xterm"},
+        file=io.StringIO(),
+        force_terminal=True,
+        width=120,
+        height=40,
+        color_system="standard",
+        legacy_windows=False,
     )
 
 
