@@ -116,12 +116,13 @@ class Waiting:
 
     def __init__(self, outside: Outside, **options: object) -> None:
         self._waits = msgspec.convert(options, Waits)
-        self._member = int(outside.trajectory.rpartition("/")[2].partition(".")[0])
-        self._attempt = self.made[outside.trajectory]
-        self.made[outside.trajectory] += 1
+        self._trajectory = outside.trajectory
         self._turn = 0
 
     async def reset(self, seed: int) -> str:
+        self._member = int(self._trajectory.rpartition("/")[2].partition(".")[0])
+        self._attempt = self.made[self._trajectory]
+        self.made[self._trajectory] += 1
         self._latencies = self._waits.of(seed, self._member, self._attempt)
         self._crash = self._waits.crash(seed, self._member, self._attempt)
         return self._said()
