@@ -157,7 +157,7 @@ class Fixed:
         return ""
 
     def written(self, text: str) -> tuple[int, ...]:
-        raise NotImplementedError
+        return self.observation(text, first=False)
 
 
 # ---- playing ------------------------------------------------------------------------------------------------------
