@@ -90,6 +90,11 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def gzipped(content: bytes) -> bytes:
+    """The same bytes at any time: a gzip header else holds the second in which it was written."""
+    return gzip.compress(content, mtime=0)
+
+
 def config_of(layers: list[bytes], **fields: Any) -> bytes:
     runs = {"Env": ["PATH=/opt/bin:/bin", "A=b=c"], "WorkingDir": "/app"}
     diff_ids = [f"sha256:{sha256(layer)}" for layer in layers]
@@ -142,8 +147,8 @@ FORMATS: dict[str, Callable[[Path, list[bytes]], Path]] = {
     "docker save": lambda path, layers: archive(path, saved(layers)),
     "docker save, new": lambda path, layers: archive(path, layout(layers) | saved(layers)),
     "OCI tar": lambda path, layers: archive(path, layout(layers)),
-    "OCI tar, gzipped layers": lambda path, layers: archive(path, layout(layers, pack=gzip.compress)),
-    "OCI directory": lambda path, layers: directory(path, layout(layers, pack=gzip.compress)),
+    "OCI tar, gzipped layers": lambda path, layers: archive(path, layout(layers, pack=gzipped)),
+    "OCI directory": lambda path, layers: directory(path, layout(layers, pack=gzipped)),
 }
 
 
@@ -300,7 +305,7 @@ def test_a_working_directory_that_no_layer_has_is_made_unless_it_lies_below_a_li
 def test_a_gzipped_archive_is_read_like_a_plain_one(store: ImageStore, tmp_path: Path) -> None:
     path = archive(tmp_path / "image.tar", saved([LOWER, UPPER]))
     packed = tmp_path / "image.tar.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
+    packed.write_bytes(gzipped(path.read_bytes()))
     assert files_of(run(store.add_tar(packed))) == BOTH
     assert not parts_of(store)
 
@@ -394,7 +399,7 @@ def test_a_second_time_does_no_work(store: ImageStore, tmp_path: Path, monkeypat
 def test_layers_are_shared_between_images(store: ImageStore, tmp_path: Path) -> None:
     one = run(store.add_tar(archive(tmp_path / "a", saved([LOWER])), name="one"))
     before = os.stat(one.layers[-1]).st_ctime_ns
-    two = run(store.add_tar(archive(tmp_path / "b", layout([LOWER, UPPER], pack=gzip.compress)), name="two"))
+    two = run(store.add_tar(archive(tmp_path / "b", layout([LOWER, UPPER], pack=gzipped)), name="two"))
     assert one.layers[-1] == two.layers[-1]
     assert os.stat(one.layers[-1]).st_ctime_ns == before
 
@@ -466,7 +471,7 @@ def changed(files: dict[str, bytes], name: str, content: bytes) -> dict[str, byt
     return files | {name: content}
 
 
-GZIPPED = gzip.compress(LOWER)
+GZIPPED = gzipped(LOWER)
 LAYOUT = layout([LOWER])
 MANIFEST = json.loads(LAYOUT["index.json"])["manifests"][0]["digest"].replace("sha256:", "blobs/sha256/")
 WRONG = {
@@ -484,7 +489,7 @@ WRONG = {
         "the digest of",
     ),
     "a layer that ends early": (
-        changed(layout([LOWER], pack=gzip.compress), f"blobs/sha256/{sha256(GZIPPED)}", GZIPPED[:-20]),
+        changed(layout([LOWER], pack=gzipped), f"blobs/sha256/{sha256(GZIPPED)}", GZIPPED[:-20]),
         "expected an image that can be unpacked",
     ),
     "zstd": (layout([LOWER], pack=lambda layer: b"\x28\xb5\x2f\xfd" + layer), "compressed with zstd; only gzip"),
