@@ -116,6 +116,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     """Why it ended so, in words; empty if it simply finished."""
     reward: float | None = None
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Of the policy's own tokens, as a teacher gives them; None if none was asked."""
     metrics: dict[str, float] = {}
     """What the environment and the reward said besides."""
     spans: tuple[Span, ...] = ()
@@ -124,6 +126,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         assert (self.reward is not None) == self.ending.rewarded, f"{self.id} {self.ending}: reward {self.reward}"
+        taught = self.teacher_logprobs
+        assert taught is None or len(taught) == len(self.logprobs), f"{self.id}: a teacher says something of each token"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -178,6 +182,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def whole(self) -> bool:
         return len(self.members) == self.wanted
 
+    @property
+    def version_first(self) -> int | None:
+        """Of the first token of its oldest member; None if there is no token."""
+        return min((each.version_first for each in self.members if each.version_first is not None), default=None)
+
     def all(self) -> Iterator[Trajectory]:
         yield from self.members
         yield from self.left_out
@@ -190,10 +199,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Of the group within the run; with the task it is its id."""
     seed: int
+    series: str = ""
+    """Of groups that are not trained on, such as those of an evaluation: stands before the number in the id."""
+    size: int | None = None
+    """Members, if not as many as the settings say; then there are none besides."""
+    temperature: float | None = None
+    """With which its tokens are drawn, if not that of the settings."""
 
     @property
     def group(self) -> str:
-        return f"{self.task}/{self.number}"
+        return f"{self.task}/{self.series}{self.number}"
 
     def trajectory(self, member: int, attempt: int) -> str:
         return f"{self.group}/{member}.{attempt}"

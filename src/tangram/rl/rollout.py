@@ -381,7 +381,10 @@ class Rollout:
         if ticket.group in self._groups:
             raise InvalidConfig("ticket", ticket.group, "a number that no other group has: this one is being played")
         self._groups.add(ticket.group)
-        return Band(ticket, self.settings.groups, self._episode, self._now)
+        groups = self.settings.groups
+        if ticket.size is not None:
+            groups = msgspec.structs.replace(groups, size=ticket.size, members_extra=0, size_min=1)
+        return Band(ticket, groups, self._episode, self._now)
 
     def _episode(self, ticket: Ticket, member: int, attempt: int) -> Episode:
         episode = Episode(self._house, self._arena_by_task[ticket.task], ticket, member, attempt)

@@ -23,7 +23,7 @@ from tangram.config.tables import Root, Table
 from tangram.config.valid import number, one_of
 from tangram.errors import InvalidConfig
 
-RewardKind = Literal["usual", "environment", "function", "command", "model"]
+RewardKind = Literal["usual", "environment", "function", "command", "model", "teacher"]
 LossRule = Literal["refill", "close", "drop"]
 EngineKind = Literal["process", "openai"]
 Dialect = Literal["vllm", "sglang", "plain"]
@@ -82,11 +82,12 @@ class RewardSettings(Table, frozen=True, kw_only=True):
 
     kind: Annotated[RewardKind, one_of(RewardKind)] = "usual"
     """What is usual for the task; what the environment says; a function, called as an action and scaled from zero; a
-    command in the sandbox of the environment; or a model service."""
+    command in the sandbox of the environment; a model service; or a teacher of the policy, which says of each token how
+    likely it is."""
     function: valid.Text = ""
     """`module:name` of a function: of the reward, or of what makes a reward of a command's or model's answer."""
     service: valid.Text = ""
-    """Of a model service."""
+    """Of a model service; of a teacher, its name."""
     timeout_s: valid.Seconds = 60.0
     """Of one try."""
     retries: valid.CountOr0 = 2
@@ -95,7 +96,7 @@ class RewardSettings(Table, frozen=True, kw_only=True):
     def together(self) -> None:
         if self.kind == "function" and not self.function:
             raise InvalidConfig("function", self.function, "`module:name` of the function that rewards")
-        if self.kind == "model" and not self.service:
+        if self.kind in ("model", "teacher") and not self.service:
             raise InvalidConfig("service", self.service, "the name of a model service")
 
 
@@ -130,6 +131,9 @@ class TaskSettings(Table, frozen=True, kw_only=True):
     """Before the first retry, doubled before each that follows, less a part by chance."""
     reset_ahead: valid.CountOr0 = 0
     """Episodes whose reset may begin before their turn comes."""
+    warm_until: Annotated[float, number("from 0 to 1", zero=True, most=1.0)] = 0.0
+    """Before training, a policy imitates an agent of the task until it has this share of the highest reward; 0: it does
+    not."""
     reward: RewardSettings = RewardSettings()
     """Where its reward comes from, see below."""
 
