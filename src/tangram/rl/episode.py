@@ -92,6 +92,9 @@ class Episode:
         self._arena = arena
         self._outside = msgspec.structs.replace(arena.outside, trajectory=self.id)
         self._seed = ticket.seed
+        self._sampling = arena.sampling
+        if ticket.temperature is not None:
+            self._sampling = msgspec.structs.replace(arena.sampling, temperature=ticket.temperature)
         self._noise = Noise(seed=ticket.seed, member=member, attempt=attempt)
         self._began_s = self._now()
         self._environment: Environment | None = None
@@ -347,7 +350,7 @@ class Episode:
             self._require_wanted()
             self._requests += 1
             tokens_max = min(room, self._limit("tokens_max"))
-            sampling = msgspec.structs.replace(arena.sampling, tokens_max=tokens_max)
+            sampling = msgspec.structs.replace(self._sampling, tokens_max=tokens_max)
             request = Request(
                 id=f"{self.id}/{self._requests}",
                 session=self.id,
