@@ -2,8 +2,8 @@
 
 Owns which attempts a group makes, which of them it keeps, and what becomes of it when it loses some. The first `size`
 that have a reward are kept and the others stopped. Members that were played besides take the place of those that are
-lost; when there are none left, the rule of the settings decides. Promises that every episode that it began has ended
-when `play` is over.
+lost; when there are none left, the rule of the settings decides. A member that grows too old is lost too, be it in play
+or kept already. Promises that every episode that it began has ended when `play` is over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from tangram.rl.episode import Episode
-from tangram.rl.records import Ending, Group, Span, Stage, Ticket, Trajectory
+from tangram.rl.records import STOPPED, Ending, Group, Span, Stage, Ticket, Trajectory
 from tangram.rl.settings import GroupSettings
 
 MakeEpisode = Callable[[Ticket, int, int], Episode]
@@ -36,6 +36,8 @@ class Band:
         self._over = False
         """Nothing is kept or begun any more."""
         self._cause = ""
+        self.failed = False
+        """It was given up by what its members did: not because it was stopped, or they were."""
         self._raised: Exception | None = None
 
     async def play(self) -> Group:
@@ -56,6 +58,24 @@ class Band:
         """The group is not needed any more: it ends without members. Once it has all its members, nothing."""
         if not self._over:
             self._drop_all(cause, ending, cause)
+
+    def expire(self, stale: Callable[[Episode | Trajectory], bool], cause: str) -> int:
+        """These members are lost: those in play are stopped, those that had ended are left out. How many. Once the
+        group has all its members, nothing: then it is as old as it is."""
+        if self._over:
+            return 0
+        playing = [each for each in self._playing.values() if stale(each)]
+        ended = [each for each in self._kept if stale(each)]
+        for episode in playing:
+            episode.stop(Ending.STALE, cause)
+        for record in ended:
+            if self._over:  # given up, with all that it had
+                break
+            self._kept.remove(record)
+            self._left_out.append(record)
+            # With nobody in play it is ending in this moment, and none can begin.
+            self._lost(record, f"{Ending.STALE}, {cause}", again=bool(self._playing), ours=True)
+        return len(playing) + len(ended)
 
     # ---- members ----
 
@@ -83,31 +103,35 @@ class Band:
         if self._over or not record.ending.rewarded:
             self._left_out.append(record)
             if not self._over:
-                self._lost(record, again=episode.given_up or record.ending is not Ending.CANCELLED)
+                stopped = record.ending in STOPPED and not episode.given_up
+                again = not stopped or record.ending is Ending.STALE
+                self._lost(record, f"{record.ending}, {record.cause}", again=again, ours=stopped)
             return
         self._kept.append(record)
         if len(self._kept) == self._settings.size:
             self._over = True
             self._stop_all(Ending.CANCELLED, "enough others of its group ended before it")
 
-    def _lost(self, record: Trajectory, *, again: bool) -> None:
-        """`again`: another attempt is wanted; not of what somebody cancelled, as nobody needs it."""
+    def _lost(self, record: Trajectory, why: str, *, again: bool, ours: bool) -> None:
+        """`again`: another attempt is wanted; not of what somebody cancelled, as nobody needs it. `ours`: it did not
+        fail, but was stopped."""
         settings = self._settings
         possible = len(self._kept) + len(self._playing)
         if possible >= settings.size:
             return
-        cause = f"{record.id}: {record.ending}, {record.cause}"
+        cause = f"{record.id}: {why}"
         if settings.on_loss == "drop":
-            self._give_up(cause)
+            self._give_up(cause, failed=not ours)
         elif settings.on_loss == "refill" and again and self._refills < settings.refills_max:
             self._refills += 1
             self._begin(record.member, record.attempt + 1)
         elif possible < settings.size_min:
-            self._give_up(cause)
+            self._give_up(cause, failed=not ours)
         else:
             self._cause = cause
 
-    def _give_up(self, cause: str) -> None:
+    def _give_up(self, cause: str, *, failed: bool = False) -> None:
+        self.failed = failed
         self._drop_all(cause, Ending.CANCELLED, f"its group was given up: {cause}")
 
     def _drop_all(self, cause: str, ending: Ending, cause_of_members: str) -> None:

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -44,8 +44,8 @@ from tangram.rl.turn_barrier import TurnBarrier
 STOPPED_CAUSE, INTERRUPTED_CAUSE = "the rollout was stopped", "the rollout was interrupted"
 """Of what ends with the rollout, and of what ends because whoever waited for it was cancelled, as by Ctrl-C."""
 BARREN_MAX = 16
-"""Groups that may end without members one after another, or twice as many as are wanted, before `collect` gives up:
-what goes wrong then goes wrong always."""
+"""Groups of a task that may end without members one after another, or twice as many as are played at once: what goes
+wrong then goes wrong always. Those that we stopped, or that lost members by their age, do not count."""
 
 
 class Watches(Protocol):
@@ -58,6 +58,15 @@ class Watches(Protocol):
     def ended(self, trajectory: Trajectory) -> None: ...
 
     def group(self, group: Group) -> None: ...
+
+
+class _Suspect(NamedTuple):
+    """An episode that may be writing by weights that are no more."""
+
+    turns: int
+    """That it had when they were lost."""
+    version_max: int
+    cause: str
 
 
 class TaskStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,14 +153,20 @@ class Rollout:
             began=clock.now(),
             closings=Closings(),
             barrier=TurnBarrier() if barrier else None,
-            fresh=fresh,
+            fresh=self._wanted,
             moved=self._moved,
             ended=self._ended,
         )
         self._arena_by_task: dict[str, Arena] = {}
         self._playing: dict[str, Episode] = {}
-        self._groups: set[str] = set()
-        """That have begun and not ended."""
+        self._bands: dict[str, Band] = {}
+        """By group: those that have begun and not ended."""
+        self._fresh = fresh
+        self._version_min = 0
+        self._version_min_cause = ""
+        self._suspects: dict[str, _Suspect] = {}
+        self._barren: dict[str, int] = {}
+        """By task: groups in a row that ended without members."""
         self._flights: set[Flight] = set()
         self._counts: dict[str, dict[str, int]] = {}
         self._endings: dict[str, dict[str, int]] = {}
@@ -235,9 +250,9 @@ class Rollout:
     ) -> Collected:
         """The first `groups` groups that end with members. `extra` (`groups_extra` of the settings, if it is not said)
         are played besides, and what is not needed in the end is stopped. `in_flight`: at most so many at once. Fewer
-        come back if there are no more tickets. Raises what a generator raised, and ManagerError if too many groups end
-        without members."""
-        began_s, row = self._now(), 0
+        come back if there are no more tickets. Raises what a generator raised, and ManagerError if too many groups of a
+        task end without members."""
+        began_s = self._now()
         wanted = groups + (self.settings.groups.groups_extra if extra is None else extra)
         kept: list[Group] = []
         left_out: list[Group] = []
@@ -251,9 +266,7 @@ class Rollout:
                 if group is None:
                     break
                 (kept if group.members else left_out).append(group)
-                row = 0 if group.members else row + 1
-                if row > max(BARREN_MAX, 2 * groups):
-                    raise ManagerError(f"{row} groups in a row ended without members; the last: {group.cause}")
+                self.require_fruit(group, max(BARREN_MAX, 2 * groups))
             flight.stop(Ending.CANCELLED, "enough other groups ended before it")
             left_out += await flight.land()
         return Collected(groups=tuple(kept), left_out=tuple(left_out), began_s=began_s, ended_s=self._now())
@@ -262,7 +275,8 @@ class Rollout:
         self, tickets: Iterable[Ticket], in_flight: int, *, ready_max: int | None = None
     ) -> AsyncGenerator[Group, None]:
         """Groups as they end, those without members too. When one ends another begins, as long as no more than
-        `ready_max` (`in_flight`, if it is not said) wait to be taken. Raises what a generator raised."""
+        `ready_max` (`in_flight`, if it is not said) wait to be taken. Raises what a generator raised, and ManagerError
+        if too many groups of a task end without members."""
         flight = self._begin_flight(tickets)
         limit = in_flight + (in_flight if ready_max is None else ready_max)
         try:
@@ -279,6 +293,7 @@ class Rollout:
                 group = await flight.take()
                 if group is None:
                     return
+                self.require_fruit(group, max(BARREN_MAX, 2 * in_flight))
                 yield group
         except asyncio.CancelledError:
             self._end_flight(flight, INTERRUPTED_CAUSE)
@@ -297,6 +312,36 @@ class Rollout:
         for episode in chosen:
             episode.stop(ending, cause or f"aborted as {ending}")
         return len(chosen)
+
+    def in_play(self) -> tuple[Episode, ...]:
+        """All that have begun and not ended, oldest first."""
+        return tuple(self._playing.values())
+
+    def expire(self, version_min: int, cause: str) -> int:
+        """From now on, a member of a group that is trained on is lost once its first token is of an older version:
+        stopped as stale if it is in play, left out if it had ended, and played again as the settings say. How many are
+        lost at once. Groups that have all their members stay as they are."""
+        self._version_min, self._version_min_cause = version_min, cause
+        return self._expire(lambda each: _older(each, version_min), cause)
+
+    def expire_after(self, version_max: int, cause: str) -> int:
+        """Weights of later versions are no more, and the engines have gone back: likewise members with any token of
+        them. What they write in this moment is looked at when it is there. Nothing is too old until `expire` says it
+        again."""
+        self._version_min = 0
+        for episode in self._playing.values():
+            if episode.stage == Stage.GENERATE and self._is_trained_on(episode):
+                self._suspects[episode.id] = _Suspect(len(episode.turns), version_max, cause)
+        return self._expire(lambda each: _later(each, version_max), cause)
+
+    def require_fruit(self, group: Group, row_max: int = BARREN_MAX) -> None:
+        """Of a group that has ended. Raises ManagerError, once, if it ended without members and more than `row_max` of
+        its task did so one after another."""
+        if not group.members and self._barren.get(group.task, 0) > row_max:
+            self._barren[group.task] = 0
+            raise ManagerError(
+                f"task {group.task}: {row_max + 1} groups in a row ended without members; the last: {group.cause}"
+            )
 
     def statistics(self) -> RolloutStatistics:
         return RolloutStatistics(
@@ -327,8 +372,29 @@ class Rollout:
         elif episode.stage not in ("", WAITING):
             self._watch.stage(episode.id, Stage(episode.stage))
 
+    def _wanted(self, episode: Episode) -> bool:
+        if self._fresh is not None and not self._fresh(episode):
+            return False
+        if not self._is_trained_on(episode):
+            return True
+        cause = self._version_min_cause if _older(episode, self._version_min) else ""
+        suspect = self._suspects.get(episode.id)
+        if suspect is not None and len(episode.turns) > suspect.turns:
+            del self._suspects[episode.id]
+            cause = cause or (suspect.cause if _later(episode, suspect.version_max) else "")
+        if cause:
+            episode.stop(Ending.STALE, cause)
+        return not cause
+
+    def _is_trained_on(self, episode: Episode) -> bool:
+        return not self._bands[episode.group].ticket.series
+
+    def _expire(self, stale: Callable[[Episode | Trajectory], bool], cause: str) -> int:
+        return sum(band.expire(stale, cause) for band in list(self._bands.values()) if not band.ticket.series)
+
     def _ended(self, record: Trajectory) -> None:
         del self._playing[record.id]
+        self._suspects.pop(record.id, None)
         endings = self._endings[record.task]
         endings[record.ending.value] = endings.get(record.ending.value, 0) + 1
         if self._watch is not None:
@@ -337,7 +403,11 @@ class Rollout:
             self._on_end(record)
 
     def _group_ended(self, group: Group) -> None:
-        self._groups.discard(group.id)
+        band = self._bands.pop(group.id)
+        if group.members:
+            self._barren[group.task] = 0
+        elif band.failed:
+            self._barren[group.task] = self._barren.get(group.task, 0) + 1
         if self._watch is not None:
             self._watch.group(group)
 
@@ -378,13 +448,13 @@ class Rollout:
         if ticket.task not in self._arena_by_task:
             known = ", ".join(self._arena_by_task)
             raise InvalidConfig("task", ticket.task, f"one that the settings name: {known}")
-        if ticket.group in self._groups:
+        if ticket.group in self._bands:
             raise InvalidConfig("ticket", ticket.group, "a number that no other group has: this one is being played")
-        self._groups.add(ticket.group)
         groups = self.settings.groups
         if ticket.size is not None:
             groups = msgspec.structs.replace(groups, size=ticket.size, members_extra=0, size_min=1)
-        return Band(ticket, groups, self._episode, self._now)
+        band = self._bands[ticket.group] = Band(ticket, groups, self._episode, self._now)
+        return band
 
     def _episode(self, ticket: Ticket, member: int, attempt: int) -> Episode:
         episode = Episode(self._house, self._arena_by_task[ticket.task], ticket, member, attempt)
@@ -404,3 +474,12 @@ class Rollout:
 
     def _now(self) -> float:
         return self._house.clock.now() - self._house.began
+
+
+def _older(played: Episode | Trajectory, version_min: int) -> bool:
+    first = played.version_first
+    return first is not None and first < version_min
+
+
+def _later(played: Episode | Trajectory, version_max: int) -> bool:
+    return any(version > version_max for turn in played.turns for version in turn.versions)

@@ -273,9 +273,25 @@ def test_nobody_waits_for_a_slow_environment_but_under_a_barrier_all_do() -> Non
         @in_rollout(lambda trajectory, number: Plan(step_s=10.0 * ("/0.0" in trajectory)), configured, barrier=barrier)
         async def played(rollout: Rollout, world: World, talker: Talker, barrier: bool = barrier) -> None:
             await rollout.play(ticket())
-            ends[barrier] = sorted(round(each.ended_s, 2) for each in world.ended)
+            ends[barrier] = sorted(played_until(each) for each in world.ended)
 
     assert ends == {False: [3.0, 3.0, 33.0], True: [23.0, 23.0, 33.0]}
+
+
+def played_until(record: Trajectory) -> float:
+    """The end of its last step."""
+    return round(max(span.ended_s for span in record.spans if span.stage is Stage.STEP), 2)
+
+
+def test_under_a_barrier_rewards_are_asked_for_when_all_have_been_played() -> None:
+    configured = settings(groups=GroupSettings(size=3))
+
+    @in_rollout(lambda trajectory, number: Plan(step_s=10.0 * ("/0.0" in trajectory)), configured, barrier=True)
+    async def played(rollout: Rollout, world: World, talker: Talker) -> None:
+        group = await rollout.play(ticket())
+        assert {round(each.ended_s, 2) for each in world.ended} == {33.0}
+        rewards = [span for each in group.members for span in each.spans if span.stage is Stage.REWARD]
+        assert {round(span.waiting_s, 2): span.waited_for for span in rewards}[10.0] == "the slowest episode"
 
 
 def test_a_barrier_waits_for_those_that_begin_anew_and_not_for_those_that_ended() -> None:
@@ -290,8 +306,7 @@ def test_a_barrier_waits_for_those_that_begin_anew_and_not_for_those_that_ended(
     async def played(rollout: Rollout, world: World, talker: Talker) -> None:
         group = await rollout.play(ticket())
         assert group.whole
-        ends = {each.member: round(each.ended_s, 2) for each in world.ended}
-        assert ends == {0: 1.0, 2: 7.0, 1: 8.0}
+        assert {each.member: played_until(each) for each in world.ended} == {0: 1.0, 2: 7.0, 1: 8.0}
         waited = [span for each in group.members for span in each.spans if span.waiting_s > 4.0]
         assert {span.waited_for for span in waited} >= {"the slowest environment"}
 

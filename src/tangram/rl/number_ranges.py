@@ -1,0 +1,60 @@
+"""Sets of numbers that lie close together, kept as ranges.
+
+Owns nothing but itself; pure. Promises that neighbouring ranges are one: a million numbers in a row take as much room
+as two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+Range = tuple[int, int]
+"""From the first to the last, both included."""
+
+
+class NumberRanges:
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+        for first, last in ranges:
+            assert first <= last and (not self._lasts or first > self._lasts[-1] + 1), f"{first}-{last} is out of order"
+            self._firsts.append(first)
+            self._lasts.append(last)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._firsts, number) - 1
+        return at >= 0 and number <= self._lasts[at]
+
+    def __len__(self) -> int:
+        """How many numbers."""
+        return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, last in self.ranges:
+            yield from range(first, last + 1)
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple(zip(self._firsts, self._lasts, strict=True))
+
+    @property
+    def end(self) -> int:
+        """One more than the highest; 0 if there is none."""
+        return self._lasts[-1] + 1 if self._lasts else 0
+
+    def add(self, number: int) -> None:
+        assert number not in self, f"{number} is there already"
+        at = bisect_right(self._firsts, number)
+        joins_before = at > 0 and self._lasts[at - 1] == number - 1
+        joins_after = at < len(self._firsts) and self._firsts[at] == number + 1
+        if joins_before and joins_after:
+            self._lasts[at - 1] = self._lasts.pop(at)
+            del self._firsts[at]
+        elif joins_before:
+            self._lasts[at - 1] = number
+        elif joins_after:
+            self._firsts[at] = number
+        else:
+            self._firsts.insert(at, number)
+            self._lasts.insert(at, number)
