@@ -207,7 +207,7 @@ class Lent:
     def __init__(self, engine: ProcessEngine) -> None:
         self.name, self.hardware, self.trains = engine.name, engine.hardware, engine.trains
         self.generate, self.statistics = engine.generate, engine.statistics
-        self.suspend, self.update, self.resume = engine.suspend, engine.update, engine.resume
+        self.fetch, self.suspend, self.update, self.resume = engine.fetch, engine.suspend, engine.update, engine.resume
 
     async def start(self, weights: Weights) -> None:
         pass

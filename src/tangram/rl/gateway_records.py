@@ -76,7 +76,12 @@ class EngineUpdated(Happening, frozen=True, kw_only=True, tag=True):
     engine: str
     version: int
     took_s: float
-    """From suspend to resume."""
+    """From when it began to fetch to when it went on."""
+    pull_s: float = 0.0
+    """Of these, when it read the weights or switched to them."""
+    exposed_s: float = 0.0
+    """Of these, when it could not write. What was read under the old weights is read again after that, which counts as
+    the reading of any other tokens."""
 
 
 class EngineLost(Happening, frozen=True, kw_only=True, tag=True):
@@ -139,8 +144,11 @@ def said(event: Event) -> str:
     match event:
         case EngineStarted(engine=engine, hardware=hardware, version=version, took_s=took_s):
             return f"engine {engine} ({hardware}) serves version {version}; it took {took_s:.1f} s to start."
-        case EngineUpdated(engine=engine, version=version, took_s=took_s):
-            return f"engine {engine} writes with version {version}; it took {took_s:.1f} s to take it."
+        case EngineUpdated(engine=engine, version=version, pull_s=pull_s, exposed_s=exposed_s):
+            return (
+                f"engine {engine} writes with version {version}, which it read in {pull_s:.2f} s; it stood still for "
+                f"{exposed_s:.2f} s."
+            )
         case EngineLost(engine=engine, reason=reason, requests=requests, deaths=deaths):
             inside = f" with {requests} request{'' if requests == 1 else 's'} inside" if requests else ""
             return f"engine {engine} was lost{inside} and is started again (death {deaths}): {_ended(reason)}"

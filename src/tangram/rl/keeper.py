@@ -2,16 +2,17 @@
 
 Owns the life of the engine: nobody else starts, updates or closes it, and it does these one after the other, so that
 updates, deaths, restarts and the end cannot race. Never routes, and never sees a token. Promises that its engine has
-the newest weights whenever it begins to serve, that a death leads to a restart or to a removal, and that whoever waits
-for it is told of every change. An engine that refuses weights and keeps its old ones goes on serving: what becomes of
-it then depends on what the others did, so its gateway decides.
+the newest weights whenever it begins to serve, that it stands still for new ones only to switch to them, that a death
+leads to a restart or to a removal, and that whoever waits for it is told of every change. An engine that refuses
+weights and keeps its old ones goes on serving: what becomes of it then depends on what the others did, so its gateway
+decides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
@@ -56,6 +57,12 @@ class Death(NamedTuple):
     at_s: float
     life: int
     """0: it did not come to life."""
+
+
+class _Spent:
+    """On one update."""
+
+    pull_s = exposed_s = 0.0
 
 
 class Keeper:
@@ -217,13 +224,16 @@ class Keeper:
             await self._update(self._order)
 
     async def _update(self, order: Order) -> None:
+        """The engine fetches while it writes, and stands still only to switch."""
         loop, life = asyncio.get_running_loop(), self.life
         began_s = loop.time()
+        spent = _Spent()
         try:
             async with asyncio.timeout(self._limits.update_s_max):
-                await self.engine.suspend()
-                refusal = await self._refusal(order.weights)
-                await self.engine.resume()
+                refusal = await self._refusal(self.engine.fetch(order.weights))
+                spent.pull_s += loop.time() - began_s
+                if refusal is None and self.serves and not self._taken_back(order):
+                    refusal = await self._switch(order, spent)
         except WORLD as error:
             if self.serves:  # nobody has seen it die
                 self._end_life(_words(error, "did not take its weights", self._limits.update_s_max))
@@ -236,16 +246,43 @@ class Keeper:
             await self._bury(life, self.reason)
             return
         self._wake.set()  # there may be newer ones
-        if refusal is None:
-            self.has = order
+        if self.has is order:
             now_s = loop.time()
-            self._tell(EngineUpdated(at_s=now_s, engine=self.name, version=self._version, took_s=now_s - began_s))
+            self._tell(
+                EngineUpdated(
+                    at_s=now_s,
+                    engine=self.name,
+                    version=self._version,
+                    took_s=now_s - began_s,
+                    pull_s=spent.pull_s,
+                    exposed_s=spent.exposed_s,
+                )
+            )
             self._changed()
 
-    async def _refusal(self, weights: Weights) -> str | None:
-        """Why the engine keeps the weights that it has; None: it took these. Raises EngineDied."""
+    async def _switch(self, order: Order, spent: _Spent) -> str | None:
+        """Why the engine keeps the weights that it has; None: it has these. Raises EngineDied."""
+        loop = asyncio.get_running_loop()
+        await self.engine.suspend()
+        suspended_s = loop.time()
+        refusal = await self._refusal(self.engine.update(order.weights))
+        spent.pull_s += loop.time() - suspended_s
+        await self.engine.resume()
+        spent.exposed_s = loop.time() - suspended_s
+        if refusal is None:
+            self.has = order
+        return refusal
+
+    def _taken_back(self, order: Order) -> bool:
+        """Others were ordered meanwhile, which are not newer: nobody wants what is written with these any more. If they
+        are newer it takes these first, since newer ones may always come."""
+        assert self._order is not None
+        return self._order.number != order.number and self._order.weights.version <= order.weights.version
+
+    async def _refusal(self, call: Awaitable[None]) -> str | None:
+        """Why the engine keeps the weights that it has; None: it did as it was told. Raises EngineDied."""
         try:
-            await self.engine.update(weights)
+            await call
         except EngineDied:
             raise
         except ManagerError as error:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.rl.processes import gone, leaving_nothing, until
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.rl.engines import messages
 from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling, Weights
-from tangram.rl.engines.messages import Abort, Add, FrameTooLong, framed
+from tangram.rl.engines.messages import Abort, Add
 from tangram.rl.engines.process import ProcessEngine
+from tangram.rl.frames import FrameTooLong, framed
 from tangram.rl.nn.batching import Batcher
 from tangram.rl.nn.transformer import Transformer, small
 from tangram.rl.nn.weights import publish
@@ -28,7 +30,6 @@ from tangram.rl.settings import EngineSettings
 
 VOCABULARY = 29
 CONTEXT = 64
-DEADLINE_S = 60.0
 SLOW = {"decode_s_per_step": 0.02}
 """Slow enough that something can happen while it writes."""
 
@@ -72,38 +73,14 @@ def in_process(asked: Request, version: int = 0) -> tuple[int, ...]:
 
 
 def run(engine: ProcessEngine, weights: Weights | None, test: Callable[[], Awaitable[None]]) -> None:
-    """Nothing is left behind, whatever happened: no process, no descriptor and no task."""
+    """Nothing is left behind, whatever happened."""
 
-    async def main() -> None:
-        try:
-            if weights is not None:
-                await engine.start(weights)
-            async with asyncio.timeout(DEADLINE_S):
-                await test()
-        finally:
-            await engine.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+    async def started() -> None:
+        if weights is not None:
+            await engine.start(weights)
+        await test()
 
-    before = sorted(os.listdir("/proc/self/fd")), children()
-    asyncio.run(main())
-    assert (sorted(os.listdir("/proc/self/fd")), children()) == before
-
-
-def children() -> list[str]:
-    return [pid for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    leaving_nothing(started, engine.close)
 
 
 # ---- serving ----

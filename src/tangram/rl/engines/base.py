@@ -131,7 +131,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     suspended_s: float = 0.0
     """Between SUSPEND and RESUME."""
     update_s: float = 0.0
-    """Of the weights, reading and switching."""
+    """Of the weights, reading, beside its work or not, and switching."""
 
 
 class EngineDied(ManagerError):
@@ -158,6 +158,11 @@ class Engine(Protocol):
 
     async def generate(self, request: Request) -> Generation:
         """Raises EngineDied, and InvalidInput for a request that it cannot serve."""
+        ...
+
+    async def fetch(self, weights: Weights) -> None:
+        """Weights are at hand, so that `update` has only to switch; it goes on writing meanwhile. Whoever cannot do
+        that does nothing. Raises EngineDied; ManagerError if the weights cannot be had, and nothing has changed."""
         ...
 
     async def suspend(self) -> None:

@@ -44,12 +44,15 @@ class FakeEngine:
         prefill_s_per_token: float = 0.0,
         token_s: float = 0.0,
         start_s: float = 0.0,
+        fetch_s: float = 0.0,
         update_s: float = 0.0,
     ) -> None:
         self.name = name
         self.hardware = hardware
         self.trains = trains
         self.asked: collections.deque[Request] = collections.deque(maxlen=ASKED_MAX)
+        self.fetched: list[int] = []
+        """Versions, also those that it could not have."""
         self.alive = False
         self.suspended = False
         self.hanging = False
@@ -60,13 +63,14 @@ class FakeEngine:
         self._prefill_s_per_token = prefill_s_per_token
         self._token_s = token_s
         self._start_s = start_s
+        self._fetch_s = fetch_s
         self._update_s = update_s
         self._inside: dict[str, _Served] = {}
         self._resident: dict[str, int] = {}
         """Tokens that were read of a session."""
         self._stuck: list[asyncio.Future[None]] = []
         """Calls that hang."""
-        self._refusals = {"update": 0, "start": 0}
+        self._refusals = {"fetch": 0, "update": 0, "start": 0}
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._suspended_at = 0.0
@@ -104,6 +108,13 @@ class FakeEngine:
         if request.session:
             self._resident[request.session] = len(request.tokens) + len(generation.tokens)
         return generation
+
+    async def fetch(self, weights: Weights) -> None:
+        self.fetched.append(weights.version)
+        await self._take(self._fetch_s)
+        self._require_alive()
+        self._refuse_if_told("fetch")
+        self._seconds["update"] += self._fetch_s
 
     async def suspend(self) -> None:
         await self._take(0.0)
@@ -168,9 +179,9 @@ class FakeEngine:
         if notice_s is not None:
             asyncio.get_running_loop().call_later(notice_s, self._notice)
 
-    def refuse(self, *, updates: int = 0, starts: int = 0) -> None:
+    def refuse(self, *, fetches: int = 0, updates: int = 0, starts: int = 0) -> None:
         """The next calls fail."""
-        self._refusals = {"update": updates, "start": starts}
+        self._refusals = {"fetch": fetches, "update": updates, "start": starts}
 
     # ---- inside ----
 

@@ -1,25 +1,16 @@
 """What an engine's process and its owner say to each other, over a socket pair.
 
-Owns the messages and their frames. A frame is its length in four bytes and a message in msgpack; nothing in it can be
-executed. Commands go in, answers come out, both in the order in which they were said. Promises that a frame is never
-longer than FRAME_BYTES_MAX: whoever reads a greater length is no longer in step, and says so.
+Owns the messages; frames.py says how they cross. Commands go in, answers come out, both in the order in which they were
+said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
-
 import msgspec
 
-from tangram.errors import ManagerError
 from tangram.rl.engines.base import EngineStatistics, Generation, Request, Weights
+from tangram.rl.frames import Frames
 from tangram.rl.settings import EngineSettings
-
-HEADER_BYTES = 4
-FRAME_BYTES_MAX = 1 << 28
-"""Ids that sampling left (`keep_ids`) may be a whole vocabulary for each token; everything else is far smaller."""
-
 
 # ---- commands ---------------------------------------------------------------------------------------------------
 
@@ -57,7 +48,18 @@ class Suspend(Command, frozen=True, kw_only=True):
     """Comes back in the answer."""
 
 
+class Fetch(Command, frozen=True, kw_only=True):
+    """Weights are read while it goes on writing. Answered by Fetched or UpdateFailed; ahead of that by any number of
+    Fetching. A second one takes the place of the first, which has failed then."""
+
+    ask: int
+    weights: Weights
+
+
 class Update(Command, frozen=True, kw_only=True):
+    """Weights that were fetched take the place of the old ones; others are read first. Answered by Updated or
+    UpdateFailed."""
+
     ask: int
     weights: Weights
 
@@ -116,6 +118,17 @@ class Acknowledged(Answer, frozen=True, kw_only=True):
     ask: int
 
 
+class Fetching(Answer, frozen=True, kw_only=True):
+    """It goes on: nothing else is said by an engine that has nothing to write."""
+
+    ask: int
+
+
+class Fetched(Answer, frozen=True, kw_only=True):
+    ask: int
+    version: int
+
+
 class Updated(Answer, frozen=True, kw_only=True):
     ask: int
     version: int
@@ -148,49 +161,10 @@ class Beat(Answer, frozen=True, kw_only=True):
     """Since the last beat, if they are recorded."""
 
 
-AnyCommand = Hello | Add | Abort | Suspend | Update | Resume | Close
-AnyAnswer = Ready | NotReady | Written | Done | Refused | Acknowledged | Updated | UpdateFailed | Beat
-
-_encoder = msgspec.msgpack.Encoder()
-_Message = TypeVar("_Message")
-
-
-def framed(message: AnyCommand | AnyAnswer) -> bytes:
-    """Raises FrameTooLong."""
-    frame = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, frame, HEADER_BYTES)
-    size = len(frame) - HEADER_BYTES
-    if size > FRAME_BYTES_MAX:
-        raise FrameTooLong(size)
-    frame[:HEADER_BYTES] = size.to_bytes(HEADER_BYTES, "little")
-    return bytes(frame)
-
-
-class FrameTooLong(ManagerError):
-    def __init__(self, size: int) -> None:
-        super().__init__(f"expected a message of at most {FRAME_BYTES_MAX} bytes, got one of {size}", retry=False)
-
-
-class Frames(Generic[_Message]):
-    """Bytes as they come, cut into messages."""
-
-    def __init__(self, kinds: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(kinds)
-        self._buffer = bytearray()
-
-    def feed(self, content: bytes) -> Iterator[_Message]:
-        """Raises FrameTooLong, and msgspec.DecodeError for what is no message: the two ends are out of step."""
-        buffer = self._buffer
-        buffer += content
-        while len(buffer) >= HEADER_BYTES:
-            size = int.from_bytes(buffer[:HEADER_BYTES], "little")
-            if size > FRAME_BYTES_MAX:
-                raise FrameTooLong(size)
-            if len(buffer) < HEADER_BYTES + size:
-                return
-            frame = bytes(memoryview(buffer)[HEADER_BYTES : HEADER_BYTES + size])
-            del buffer[: HEADER_BYTES + size]
-            yield self._decoder.decode(frame)
+AnyCommand = Hello | Add | Abort | Suspend | Fetch | Update | Resume | Close
+AnyAnswer = (
+    Ready | NotReady | Written | Done | Refused | Acknowledged | Fetching | Fetched | Updated | UpdateFailed | Beat
+)
 
 
 def commands() -> Frames[AnyCommand]:

@@ -174,6 +174,9 @@ class OpenAIEngine:
         self.shortcoming = "; ".join(each for each in (self._unfit, its_own) if each)
         self.trains = not self.shortcoming
 
+    async def fetch(self, weights: Weights) -> None:
+        """A server reads them when it is told to take them."""
+
     async def suspend(self) -> None:
         self._require_alive()
         self._suspended_at = time.monotonic()

@@ -2,28 +2,24 @@
 
 Owns a model, its batcher and one end of a socket. The loop takes all commands that are there, never waiting for one
 while there is work, then makes one step, then says what came of it. Commands therefore cost others what they take to be
-noted and nothing else. What is being written is told every few steps as well, so that little is lost if this process
-is killed. It ends with its owner: when the socket closes, or by signal if it cannot look there.
+noted and nothing else: new weights are read by a thread beside the loop, and switched to between two steps. What is
+being written is told every few steps as well, so that little is lost if this process is killed. It ends with its owner:
+when the socket closes, or by signal if it cannot look there.
 
     python -m tangram.rl.nn.engine_child SOCKET OWNER     the descriptor, and the process id of whoever started it
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import signal
-import socket
 import sys
 import time
-import traceback
 from typing import NoReturn
 
 import msgspec
 import torch
 
-from tangram.errors import InvalidInput, ManagerError, TangramError
+from tangram.errors import InvalidInput
 from tangram.rl.engines import messages
 from tangram.rl.engines.base import EngineStatistics, Weights
 from tangram.rl.engines.messages import (
@@ -35,6 +31,7 @@ from tangram.rl.engines.messages import (
     Beat,
     Close,
     Done,
+    Fetch,
     Hello,
     NotReady,
     Ready,
@@ -45,15 +42,13 @@ from tangram.rl.engines.messages import (
     Update,
     Updated,
     UpdateFailed,
-    framed,
 )
 from tangram.rl.nn.batching import Batcher, Happened
+from tangram.rl.nn.fetching import Fetcher, in_words, looking_through
 from tangram.rl.nn.sampling import BrokenLogits
-from tangram.rl.nn.transformer import Transformer
 from tangram.rl.nn.weights import pull
+from tangram.rl.owner import Owner
 
-PR_SET_PDEATHSIG = 1
-RECEIVE_BYTES = 1 << 16
 TELL_STEPS = 16
 """After which what is being written is told: a message for so many tokens costs little, and a killed engine loses
 no more than these."""
@@ -62,50 +57,18 @@ STEPS_RECORDED_MAX = 4096
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class Owner:
-    """The other end of the socket. Its end is the end of this process."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._frames = messages.commands()
-
-    def commands(self, *, wait: bool) -> list[AnyCommand]:
-        """All that are there; with `wait`, at least a part of one has come."""
-        found: list[AnyCommand] = []
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        try:
-            while True:
-                content = self._connection.recv(RECEIVE_BYTES, flags)
-                if not content:
-                    sys.exit(0)
-                found += self._frames.feed(content)
-                if len(content) < RECEIVE_BYTES:
-                    return found
-                flags = socket.MSG_DONTWAIT
-        except BlockingIOError:
-            return found
-        except ConnectionError:
-            sys.exit(0)
-
-    def tell(self, *answers: AnyAnswer) -> None:
-        """Waits while the owner does not read: nobody else would want what is written meanwhile."""
-        try:
-            self._connection.sendall(b"".join(framed(answer) for answer in answers))
-        except ConnectionError:
-            sys.exit(0)
-
-
 class Engine:
     """The loop."""
 
-    def __init__(self, owner: Owner, hello: Hello) -> None:
+    def __init__(self, owner: Owner[AnyCommand], hello: Hello) -> None:
         """Raises TangramError."""
         self._owner, self._hello = owner, hello
         settings = hello.settings
         self._dtype = DTYPES[hello.dtype]
         torch.set_num_threads(1 if settings.deterministic else settings.threads)
         model = pull(hello.weights).to(self._dtype).requires_grad_(False)
-        _require_finite(model)
+        for _ in looking_through(model):
+            pass
         self._batcher = Batcher(
             model,
             hello.weights.version,
@@ -121,8 +84,7 @@ class Engine:
             name=hello.name,
         )
         self._model = model
-        self._spare: Transformer | None = None
-        """Where the next weights are read into, so that the old ones are there until all of them are."""
+        self._fetcher = Fetcher(model.config, self._dtype, owner.tell, hello.beat_s)
         self._idle_s = self._update_s = 0.0
         self._untold = 0
         """Steps since what is being written was told."""
@@ -165,30 +127,26 @@ class Engine:
                 self._batcher.suspend()
                 self._tell_written()
                 self._owner.tell(Acknowledged(ask=ask))
+            case Fetch(ask=ask, weights=weights):
+                self._fetcher.begin(ask, weights)
             case Update(ask=ask, weights=weights):
                 self._owner.tell(self._update(ask, weights))
             case Resume(ask=ask):
                 self._batcher.resume()
                 self._owner.tell(Acknowledged(ask=ask))
             case Close():
-                sys.exit(0)
+                self._owner.leave()
             case Hello():
                 raise AssertionError("a second Hello")
 
     def _update(self, ask: int, weights: Weights) -> AnyAnswer:
         began_s = time.monotonic()
         try:
-            if self._spare is None:
-                self._spare = Transformer(self._model.config, self._dtype).requires_grad_(False)
-            pull(weights, self._spare)
-            _require_finite(self._spare)
+            self._model = self._fetcher.exchanged(weights, self._model)
         except Exception as error:
-            if not isinstance(error, TangramError | OSError):
-                traceback.print_exc()
-            return UpdateFailed(ask=ask, reason=f"{type(error).__name__}: {error}")
+            return UpdateFailed(ask=ask, reason=in_words(error))
         finally:
             self._update_s += time.monotonic() - began_s
-        self._model, self._spare = self._spare, self._model
         self._batcher.update(self._model, weights.version)
         return Updated(ask=ask, version=weights.version)
 
@@ -230,7 +188,9 @@ class Engine:
         self._owner.tell(Beat(statistics=self._statistics(), steps=steps))
 
     def _statistics(self) -> EngineStatistics:
-        return msgspec.structs.replace(self._batcher.statistics(), idle_s=self._idle_s, update_s=self._update_s)
+        return msgspec.structs.replace(
+            self._batcher.statistics(), idle_s=self._idle_s, update_s=self._update_s + self._fetcher.seconds
+        )
 
 
 def _pace(took_s: float, least_s: float) -> float:
@@ -241,30 +201,14 @@ def _pace(took_s: float, least_s: float) -> float:
     return least_s
 
 
-def _require_finite(model: Transformer) -> None:
-    """Raises ManagerError. Weights that are broken are found before the first token and not by it."""
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
-            raise ManagerError(f"the weights of {name} are not finite", retry=False)
-
-
 def main(fd: int, owner: int) -> NoReturn:
-    # An owner that is killed takes it along even while a step takes long.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != owner:
-        sys.exit(0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who ends this one in his own way
-    other = Owner(socket.socket(fileno=fd))
-    hello: list[AnyCommand] = []
-    while not hello:
-        hello = other.commands(wait=True)
-    assert isinstance(hello[0], Hello), hello[0]
+    other = Owner(fd, owner, messages.commands())
+    hello = other.first()[0]
+    assert isinstance(hello, Hello), hello
     try:
-        engine = Engine(other, hello[0])
+        engine = Engine(other, hello)
     except Exception as error:
-        if not isinstance(error, TangramError):
-            traceback.print_exc()
-        other.tell(NotReady(reason=f"{type(error).__name__}: {error}"))
+        other.tell(NotReady(reason=in_words(error)))
         sys.exit(1)
     gc.collect()
     gc.freeze()  # what is there now stays: looking for garbage among it would take longer than a step

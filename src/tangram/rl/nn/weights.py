@@ -4,6 +4,9 @@
     FOLDER/00000007/00000.bucket    raw bytes of whole tensors, one after the other
     FOLDER/00000007/00001.bucket    ...
 
+This is the weight store of one machine: `publish`, `pull`, `versions`, `forget` and `rollback` are all that anybody
+asks of it, and a `Weights` all that engines are told, so a store in a network can take its place by doing these five.
+
 Owns this layout. Never decides which version is to be used. Promises that a version is there whole or not at all; that
 a model which pulls one has all of it, or all that it had before; and that what cannot be used is told with its file.
 One process at a time publishes into a folder, and any number pull from it. A folder in memory, such as one under
@@ -18,7 +21,6 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -28,14 +30,18 @@ from torch import Tensor
 from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.engines.base import Weights
 from tangram.rl.nn.transformer import ModelConfig, Transformer
+from tangram.rl.whole_folder import UNFINISHED, remove_whole, sweep, sync, whole_folder
 
 MANIFEST = "manifest.json"
+CHECKPOINT = "config.json"
+"""What a folder has instead that servers of others read."""
 BUCKET_BYTES = 64 << 20
 """Of one file: large enough that its call costs nothing, small enough to be sent on while the next one is written."""
+PIECE_BYTES = 4 << 20
+PIECE_NUMBERS = 1 << 20
+"""That are read at once: a millisecond or two, in which other threads go on as they like."""
 ALIGNMENT = 64
 """Where tensors may begin in a bucket: the width of a cache line, a multiple of every element."""
-UNFINISHED = ".unfinished-"
-"""Begins the names of folders that are being written or removed."""
 DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.float64, torch.bfloat16, torch.half)}
 
 
@@ -76,9 +82,10 @@ def publish(
     version: int,
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    replace: bool = False,
 ) -> Weights:
-    """Writes a version of the weights. Raises ManagerError if it is there already or cannot be written, in which case
-    nothing of it stays."""
+    """Writes a version of the weights. Raises ManagerError if it is there already and is not to be replaced, or cannot
+    be written, in which case nothing of it stays, and what was there does."""
     state = model.state_dict() if isinstance(model, Transformer) else model
     if wrong := misfit({name: tuple(tensor.shape) for name, tensor in state.items()}, config):
         raise InvalidInput("model", wrong, "the weights of such a model")
@@ -86,48 +93,72 @@ def publish(
         raise InvalidInput("version", version, "at least 0")
     tensors = place(state, bucket_bytes)
     path = Path(folder) / f"{version:08d}"
-    for left in path.parent.glob(f"{UNFINISHED}*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    with whole_folder(path) as unfinished:
+    sweep(path.parent)
+    place_taken = replace and path.exists()
+    new = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}" if place_taken else path
+    with whole_folder(new) as unfinished:
         buckets = tuple(
             write_bucket(unfinished / bucket_name(index), [each for each in tensors if each.bucket == index], state)
             for index in range(tensors[-1].bucket + 1)
         )
         manifest = Manifest(version=version, config=config, tensors=tensors, buckets=buckets)
         (unfinished / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    if place_taken:
+        exchange(new, path)
     return Weights(version=version, folder=str(path))
 
 
 def pull(weights: Weights, into: Transformer | None = None) -> Transformer:
     """Reads published weights into a model of the same kind, in its dtype, or into a new one. Raises ManagerError if
     they are not there or not whole; then the model is as it was."""
-    folder = Path(weights.folder)
-    manifest = read_manifest(folder)
-    if manifest.version != weights.version:
-        raise ManagerError(
-            f"{folder / MANIFEST}: expected version {weights.version}, got {manifest.version}", retry=False
-        )
-    if into is not None and into.config != manifest.config:
-        raise ManagerError(f"{folder / MANIFEST}: expected {into.config}, got {manifest.config}", retry=False)
-    buckets = [map_bucket(folder / bucket_name(index), each) for index, each in enumerate(manifest.buckets)]
+    manifest = wanted(weights)
     if into is None:
         with torch.inference_mode(False):  # so that it can be trained
             into = Transformer(manifest.config, DTYPES[manifest.tensors[0].dtype])
-    # Nothing from here on can fail half-way.
-    with torch.inference_mode():
-        state = into.state_dict()
-        for each in manifest.tensors:
-            tensor = state[each.name]
-            found = torch.frombuffer(
-                buckets[each.bucket], dtype=DTYPES[each.dtype], count=tensor.numel(), offset=each.offset
-            )
-            tensor.copy_(found.view(each.shape))
+    for _ in pulling(weights, into):
+        pass
     return into
 
 
+def pulling(weights: Weights, into: Transformer) -> Iterator[None]:
+    """`pull`, piece by piece, for whoever does something else between them or beside them. The model is as it was until
+    all is known to be right; if it is left in the middle of what follows, it is nobody's."""
+    folder, manifest = Path(weights.folder), wanted(weights)
+    if into.config != manifest.config:
+        raise ManagerError(f"{folder / MANIFEST}: expected {into.config}, got {manifest.config}", retry=False)
+    paths = [folder / bucket_name(index) for index in range(len(manifest.buckets))]
+    # All at once: from here on it is all the same if the version is forgotten.
+    buckets = [map_bucket(path, each) for path, each in zip(paths, manifest.buckets, strict=True)]
+    for path, each, mapped in zip(paths, manifest.buckets, buckets, strict=True):
+        yield from checking(path, mapped, each.crc32)
+    # Nothing from here on can fail.
+    state = into.state_dict()
+    for placed in manifest.tensors:
+        with torch.inference_mode():
+            old = state[placed.name].view(-1)
+            new = torch.frombuffer(
+                buckets[placed.bucket], dtype=DTYPES[placed.dtype], count=old.numel(), offset=placed.offset
+            )
+            pairs = list(zip(old.split(PIECE_NUMBERS), new.split(PIECE_NUMBERS), strict=True))
+        for old_piece, new_piece in pairs:
+            with torch.inference_mode():
+                old_piece.copy_(new_piece)
+            yield
+
+
+def wanted(weights: Weights) -> Manifest:
+    """The manifest of this version."""
+    manifest = read_manifest(Path(weights.folder))
+    if manifest.version != weights.version:
+        path = Path(weights.folder) / MANIFEST
+        raise ManagerError(f"{path}: expected version {weights.version}, got {manifest.version}", retry=False)
+    return manifest
+
+
 def versions(folder: Path | str) -> list[Weights]:
-    """What is published in a folder, oldest first."""
-    found = (path for path in Path(folder).glob("*") if path.name.isdecimal() and (path / MANIFEST).exists())
+    """What is published in a folder, oldest first; checkpoints for servers of others too."""
+    numbers = (path for path in Path(folder).glob("*") if path.name.isdecimal())
+    found = (path for path in numbers if any((path / name).exists() for name in (MANIFEST, CHECKPOINT)))
     numbered = sorted((int(path.name), str(path)) for path in found)
     return [Weights(version=version, folder=path) for version, path in numbered]
 
@@ -137,12 +168,15 @@ def forget(folder: Path | str, keep: int = 2) -> list[Weights]:
     an error."""
     gone = versions(folder)[: -keep or None]
     for each in gone:
-        hidden = Path(folder) / f"{UNFINISHED}{uuid.uuid4().hex}"
-        try:
-            Path(each.folder).rename(hidden)
-            shutil.rmtree(hidden)
-        except OSError as error:
-            raise ManagerError(f"{each.folder} cannot be removed: {error.strerror}") from error
+        remove_whole(Path(each.folder))
+    return gone
+
+
+def rollback(folder: Path | str, version: int) -> list[Weights]:
+    """Removes all versions that are newer than this one; returns them. Their lineage has ended."""
+    gone = [each for each in versions(folder) if each.version > version]
+    for each in reversed(gone):
+        remove_whole(Path(each.folder))
     return gone
 
 
@@ -153,34 +187,23 @@ def bucket_name(index: int) -> str:
     return f"{index:05d}.bucket"
 
 
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder beside this one, which becomes it at the end. Whatever is raised before removes it. Raises ManagerError
-    if it cannot be written, such as to a full disk, or if this one is there and not empty."""
-    unfinished = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
+def exchange(new: Path, path: Path) -> None:
+    """A folder takes the place of another one, which goes. For a moment neither is there; who reads the old one reads
+    on, or is told."""
+    old = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
     try:
-        if path.exists() and any(path.iterdir()):
-            raise ManagerError(f"{path} is there already", retry=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.mkdir()
-        yield unfinished
-        for each in (*unfinished.iterdir(), unfinished):
-            sync(each)
-        unfinished.rename(path)
+        path.rename(old)
+        try:
+            new.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
         sync(path.parent)
     except OSError as error:
-        raise ManagerError(f"{path} cannot be written: {error.strerror}") from error
+        raise ManagerError(f"{path} cannot be replaced: {error.strerror}") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """To the disk, if it is on one."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        for left in (old, new):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 # ---- what is where ----
@@ -262,7 +285,7 @@ def write_bucket(path: Path, tensors: Sequence[Placed], state: Mapping[str, Tens
 
 
 def map_bucket(path: Path, bucket: Bucket) -> mmap.mmap:
-    """Its bytes, looked through once. They are unmapped with the last that refers to them."""
+    """Its bytes. They are unmapped with the last that refers to them."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -272,9 +295,18 @@ def map_bucket(path: Path, bucket: Bucket) -> mmap.mmap:
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ManagerError(f"{path}: {error.strerror}") from error
-    if zlib.crc32(mapped) != bucket.crc32:
-        raise ManagerError(f"{path}: damaged: its checksum is not that of the manifest", retry=False)
     return mapped
+
+
+def checking(path: Path, mapped: mmap.mmap, crc32: int) -> Iterator[None]:
+    """Looks through a bucket, piece by piece."""
+    found = 0
+    with memoryview(mapped) as content:
+        for begin in range(0, len(content), PIECE_BYTES):
+            found = zlib.crc32(content[begin : begin + PIECE_BYTES], found)
+            yield
+    if found != crc32:
+        raise ManagerError(f"{path}: damaged: its checksum is not that of the manifest", retry=False)
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -1,0 +1,77 @@
+"""The owner of a child process, as the child sees him.
+
+Owns the child's end of the socket. Promises that the child ends with its owner: when the socket closes, or by signal if
+it cannot look there; and that Ctrl-C, which reaches both, is left to the owner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Generic, NoReturn, TypeVar
+
+import msgspec
+
+from tangram.rl.frames import Frames, framed
+
+PR_SET_PDEATHSIG = 1
+RECEIVE_BYTES = 1 << 16
+
+_Command = TypeVar("_Command")
+
+
+class Owner(Generic[_Command]):
+    """The other end of the socket. Its end is the end of this process."""
+
+    def __init__(self, fd: int, owner: int, frames: Frames[_Command]) -> None:
+        """The descriptor of the socket, and the process id of whoever started this one."""
+        # An owner that is killed takes it along even while it cannot look at the socket.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != owner:
+            sys.exit(0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who ends this one in his own way
+        self._connection = socket.socket(fileno=fd)
+        self._frames = frames
+        self._speaking = threading.Lock()
+
+    def commands(self, *, wait: bool) -> list[_Command]:
+        """All that are there; with `wait`, at least a part of one has come."""
+        found: list[_Command] = []
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        try:
+            while True:
+                content = self._connection.recv(RECEIVE_BYTES, flags)
+                if not content:
+                    self.leave()
+                found += self._frames.feed(content)
+                if len(content) < RECEIVE_BYTES:
+                    return found
+                flags = socket.MSG_DONTWAIT
+        except BlockingIOError:
+            return found
+        except ConnectionError:
+            self.leave()
+
+    def first(self) -> list[_Command]:
+        """Waits for whole commands."""
+        found: list[_Command] = []
+        while not found:
+            found = self.commands(wait=True)
+        return found
+
+    def tell(self, *answers: msgspec.Struct) -> None:
+        """From any thread. Waits while the owner does not read: nobody else would want what is written meanwhile."""
+        content = b"".join(framed(answer) for answer in answers)
+        try:
+            with self._speaking:
+                self._connection.sendall(content)
+        except ConnectionError:
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """This process ends at once, whatever its other threads are in the middle of."""
+        os._exit(0)
