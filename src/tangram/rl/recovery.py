@@ -1,0 +1,99 @@
+"""What a run goes on with: made of the state of a checkpoint and of what was logged since.
+
+Pure. The weights go back to the checkpoint, so a group that was trained on after it counts as never trained on, and
+waits again; unless a token of it was sampled by weights that are lost, for then it is no sample of any weights that
+there are. Promises that nothing returns which the checkpoint says was trained on or dropped, that every group is in
+exactly one place afterwards, and that the text says how many are where. An entry that is missing from the log does no
+harm: its group is played again.
+
+    back = recovered(checkpoint, folder.samples_after(checkpoint.step))
+    buffer = SampleBuffer.restore(back.buffer, now=now, ...)        # back.buffer.in_flight is to be played anew
+    upcoming = (each for each in tickets(settings, first=checkpoint.state.ticket_next) if not buffer.knows(each.number))
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from tangram.rl.buffer_records import FULL, LOST_LINEAGE, STALE, BufferState, Waiting, number_of
+from tangram.rl.checkpoints import Checkpoint, RunState
+from tangram.rl.number_ranges import NumberRanges
+from tangram.rl.records import Group
+from tangram.rl.sample_log import Entry, Logs, Put
+
+FAILED = "failed"
+"""The cause under which all is counted that is not dropped by a buffer itself: why it failed is said in words."""
+
+
+class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+    buffer: BufferState
+    """To be restored. What is in flight in it is to be played anew."""
+    dropped: dict[str, str]
+    """By id, the cause in words: groups that will not be trained on, and were not settled at the checkpoint."""
+    text: str
+    """All of this in words, with what could not be read."""
+
+
+def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
+    """`entries`: all since the state was taken, in their order; some may be there twice. RunFolder.samples_after has
+    them."""
+    state, buffer = checkpoint.state, checkpoint.state.buffer
+    trained, dropped_before = NumberRanges(buffer.trained), NumberRanges(buffer.dropped)
+    put = {each.group.id: each for each in buffer.waiting}
+    lost: dict[str, str] = {}
+    for entry in entries:
+        id = entry.group.id if isinstance(entry, Put) else entry.id
+        if number_of(id) in trained or number_of(id) in dropped_before:
+            continue
+        if isinstance(entry, Put):
+            put.setdefault(id, _waiting(entry.group, state.version))
+        else:
+            lost.setdefault(id, entry.cause)
+    newer = {id: each.group for id, each in put.items() if newest_version(each.group) > state.version}
+    dropped = {**dict.fromkeys(newer, LOST_LINEAGE), **lost}
+    waiting = tuple(each for id, each in put.items() if id not in dropped)
+    again = tuple(each for each in buffer.in_flight if each.group not in put and each.group not in dropped)
+    for id in dropped:
+        dropped_before.add(number_of(id))
+    discarded = [each for id in dropped if id in newer and id not in lost for each in newer[id].members]
+    unread = entries.torn if isinstance(entries, Logs) else ()
+    return Recovered(
+        buffer=msgspec.structs.replace(
+            buffer,
+            waiting=waiting,
+            in_flight=again,
+            dropped=dropped_before.ranges,
+            dropped_by_cause=dict(Counter(buffer.dropped_by_cause) + _counted(dropped)),
+            trajectories_discarded=buffer.trajectories_discarded + len(discarded),
+            tokens_discarded=buffer.tokens_discarded + sum(len(each.logprobs) for each in discarded),
+        ),
+        dropped=dropped,
+        text="; ".join((_text(state, len(waiting), len(again), dropped), *checkpoint.warnings, *unread)),
+    )
+
+
+def newest_version(group: Group) -> int:
+    """Of all its tokens; -1 if there is none."""
+    return max((version for each in group.members for version in each.versions), default=-1)
+
+
+def _waiting(group: Group, version: int) -> Waiting:
+    first = group.version_first
+    # Whoever restores it counts its waiting from then: the clocks of two processes have nothing to do with each other.
+    return Waiting(group=group, version=version if first is None else first, since=math.inf)
+
+
+def _counted(dropped: Mapping[str, str]) -> Counter[str]:
+    return Counter(cause if cause in (STALE, FULL, LOST_LINEAGE) else FAILED for cause in dropped.values())
+
+
+def _text(state: RunState, waiting: int, again: int, dropped: Mapping[str, str]) -> str:
+    lost = ", ".join(f"{number} dropped since ({cause})" for cause, number in sorted(_counted(dropped).items()))
+    return (
+        f"from step {state.step}, version {state.version}: {waiting} groups wait to be trained on, "
+        f"{again} that were in play are played anew, {lost or 'none dropped'}"
+    )
