@@ -12,21 +12,22 @@ left afterwards: no process, no sandbox, no file.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tangram.client.client import Client, connect
-from tangram.errors import InvalidConfig
+from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.affinity import affinity_of
 from tangram.rl.codec import Codec, Words
 from tangram.rl.engines.base import Engine, Weights
 from tangram.rl.environments.base import Task
 from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.environments.sharing import Progress, acts_outside, needs_of
+from tangram.rl.episode import Episode
 from tangram.rl.gateway import Gateway
 from tangram.rl.gateway_records import Event
 from tangram.rl.published import published_folder
@@ -34,6 +35,7 @@ from tangram.rl.records import Trajectory
 from tangram.rl.reward import settings_for
 from tangram.rl.rollout import Rollout, Watches
 from tangram.rl.settings import EngineSettings, OutsideSettings, RolloutSettings
+from tangram.rl.teachers import hear_teachers, joined, needs_of_teachers, vocabulary_of
 
 if TYPE_CHECKING:
     from tangram.rl.nn.transformer import Transformer
@@ -63,20 +65,29 @@ async def assembled(
     watch: Watches | None = None,
     on_event: Callable[[Event], None] | None = None,
     progress: Progress | None = None,
+    first: Callable[[Codec, Path], Awaitable[Weights]] | None = None,
+    fresh: Callable[[Episode], bool] | None = None,
+    barrier: bool = False,
 ) -> AsyncIterator[Assembled]:
     """`client`: where the tasks act, instead of one that is made here. `progress` is told what takes long before the
-    first episode. Raises InvalidConfig and ManagerError."""
+    first episode. `first` publishes the first weights in a folder, instead of those of the settings. `fresh` and
+    `barrier`: as of a Rollout. Raises InvalidConfig and ManagerError."""
     tasks = tasks_of(settings)
     codec = codec_of(settings, tasks)
     async with AsyncExitStack() as stack:
         if client is None and _needs_client(settings, tasks):
-            client = await stack.enter_async_context(await connection(settings.outside, tasks, progress))
+            needs = {} if settings.outside.url else needs_of_teachers(settings, codec)
+            client = await stack.enter_async_context(await connection(settings.outside, tasks, progress, needs))
+        if client is not None:
+            await hear_teachers(client, settings, vocabulary_of(settings, codec))
         folder = stack.enter_context(published_folder())
-        weights = first_weights(settings, codec, folder)
+        weights = await first(codec, folder) if first is not None else first_weights(settings, codec, folder)
         gateway = Gateway(engines_of(settings), affinity=affinity_of(settings), on_event=on_event)
         stack.push_async_callback(gateway.close)
         await gateway.start(weights)
-        rollout = await stack.enter_async_context(Rollout(settings, gateway, codec, client, on_end=on_end, watch=watch))
+        rollout = await stack.enter_async_context(
+            Rollout(settings, gateway, codec, client, fresh=fresh, on_end=on_end, watch=watch, barrier=barrier)
+        )
         yield Assembled(
             settings=settings, codec=codec, client=client, gateway=gateway, rollout=rollout, weights=weights,
             folder=folder,
@@ -109,7 +120,23 @@ def codec_of(settings: RolloutSettings, tasks: Sequence[Task]) -> Codec:
     return Words(words_of(tasks))
 
 
-async def connection(outside: OutsideSettings, tasks: Sequence[Task], progress: Progress | None) -> Client:
+def save_codec(codec: Codec, folder: Path) -> None:
+    """Into a checkpoint, so that `codec_of` finds it there. Raises ManagerError."""
+    from tangram.rl.tokenizer import TextCodec
+
+    try:
+        if isinstance(codec, Words):
+            (folder / WORDS).write_bytes(msgspec.json.encode(codec.words))
+        elif isinstance(codec, TextCodec):
+            codec.save(folder)
+    except OSError as error:
+        raise ManagerError(f"the vocabulary cannot be written to {folder}: {error.strerror}") from error
+
+
+async def connection(
+    outside: OutsideSettings, tasks: Sequence[Task], progress: Progress | None, teachers: dict[str, Any] | None = None
+) -> Client:
+    """`teachers`: what they need, besides what the tasks do."""
     if outside.url:
         return connect(outside.url, token=os.environ.get("TANGRAM_TOKEN", ""))
     return connect(
@@ -117,7 +144,7 @@ async def connection(outside: OutsideSettings, tasks: Sequence[Task], progress: 
         cores=outside.cores,
         memory=outside.memory,
         warm=outside.warm if outside.backend == "sandbox" else 0,
-        **await needs_of(tasks, progress),
+        **joined(await needs_of(tasks, progress), teachers or {}),
     )
 
 

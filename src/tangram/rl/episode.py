@@ -55,6 +55,30 @@ class _End(NamedTuple):
     ending: Ending
     cause: str = ""
     reward: float | None = None
+    taught: tuple[float, ...] | None = None
+    """What a teacher said of its tokens."""
+
+
+class Waits(NamedTuple):
+    """What an episode is doing, or waits for."""
+
+    stage: str
+    """Of Stage; `waiting` while it has no place, empty once it is over."""
+    since_s: float
+    """How long it has been in it."""
+    what: str
+    """Whose answer it waits for."""
+
+
+ASKED = {
+    "": "",
+    WAITING: "its turn to begin",
+    Stage.RESET.value: "the environment",
+    Stage.GENERATE.value: "an engine",
+    Stage.STEP.value: "the environment",
+    Stage.REWARD.value: "the reward",
+}
+"""Whose answer a stage waits for, unless it is kept from asking."""
 
 
 class _Doing:
@@ -87,7 +111,7 @@ class Episode:
         self.turns: list[Turn] = []
         """So far, of this try."""
         self.given_up = False
-        """The engines refuse to serve it, and it alone: another attempt may do better."""
+        """It got nowhere, and it alone, as when the engines refuse to serve it: another attempt may do better."""
         self._house = house
         self._arena = arena
         self._outside = msgspec.structs.replace(arena.outside, trajectory=self.id)
@@ -119,12 +143,18 @@ class Episode:
         self._stopped: _End | None = None
         self._cancel_sent = False
         self._over = False
+        self._moved_s = self._began_s
+        self._kept_by = ""
+        """What keeps it from asking, if something does."""
         self._move(WAITING)
 
     @property
     def version_first(self) -> int | None:
         """Of its first token so far, from which its staleness is counted."""
         return next((turn.versions[0] for turn in self.turns if turn.versions), None)
+
+    def waiting(self) -> Waits:
+        return Waits(self.stage, self._now() - self._moved_s, self._kept_by or ASKED[self.stage])
 
     def stop(self, ending: Ending, cause: str) -> None:
         """It ends with this as soon as it can be: the request is aborted, the environment closed. Once it is over or
@@ -392,11 +422,13 @@ class Episode:
             observation=self._observation,
             total=self._total,
             metrics=self._metrics,
+            temperature=self._sampling.temperature,
             environment=self._environment,
             outside=self._outside,
         )
         with self._doing(Stage.REWARD) as doing:
             try:
+                await self._wait_for_others(doing)
                 score = await self._scored(played)
                 doing.waited(score.waiting_s, score.waited_for)
             except RewardFailed as error:
@@ -404,8 +436,8 @@ class Episode:
                 return _End(Ending.REWARD_FAILED, doing.failed)
         self._metrics = {**self._metrics, **score.metrics}
         if self._done:
-            return _End(Ending.FINISHED, "", score.value)
-        return _End(Ending.TRUNCATED, self._cut, score.value)
+            return _End(Ending.FINISHED, "", score.value, score.teacher_logprobs)
+        return _End(Ending.TRUNCATED, self._cut, score.value, score.teacher_logprobs)
 
     async def _scored(self, played: Played) -> Score:
         """Raises RewardFailed for all that a reward may do; it may call the environment."""
@@ -418,7 +450,7 @@ class Episode:
         if error is not None:
             raise RewardFailed(_words(error)) from error
         try:
-            return _score_of(call.result())
+            return _score_of(call.result(), sum(len(turn.tokens) for turn in played.turns))
         except TypeError as error:
             raise RewardFailed(f"the reward gave no Score as it should be: {error}") from error
 
@@ -428,19 +460,28 @@ class Episode:
         """Once for all tries."""
         if places in self._held:
             return
-        asked, stage = self._now(), self.stage
+        asked, stage, what = self._now(), self.stage, f"concurrency of {self.task}"
         if places.locked():
             self._move(WAITING)
+            self._kept_by = what
         await places.acquire()
         self._held.append(places)
         self._move(stage)
-        doing.waited(self._now() - asked, f"concurrency of {self.task}")
+        doing.waited(self._now() - asked, what)
 
     async def _meet(self, doing: _Doing, what: str) -> None:
         if self._house.barrier is not None:
-            asked = self._now()
+            asked, self._kept_by = self._now(), what
             await self._house.barrier.arrive(self.id)
+            self._kept_by = ""
             doing.waited(self._now() - asked, what)
+
+    async def _wait_for_others(self, doing: _Doing) -> None:
+        if self._house.barrier is not None:
+            asked, self._kept_by = self._now(), "the slowest episode"
+            await self._house.barrier.all_played()
+            self._kept_by = ""
+            doing.waited(self._now() - asked, "the slowest episode")
 
     def _give_back(self) -> None:
         if self._house.barrier is not None:
@@ -481,6 +522,7 @@ class Episode:
 
     def _move(self, stage: str) -> None:
         before, self.stage = self.stage, stage
+        self._moved_s, self._kept_by = self._now(), ""
         self._house.moved(self, before)
 
     def _now(self) -> float:
@@ -499,6 +541,7 @@ class Episode:
             ending=end.ending,
             cause=end.cause[:CAUSE_LENGTH_MAX],
             reward=end.reward,
+            teacher_logprobs=end.taught,
             metrics=self._metrics,
             spans=tuple(self._spans),
             began_s=self._began_s,
@@ -518,16 +561,31 @@ def _wrong_with(generation: object) -> str:
     return ""
 
 
-def _score_of(score: object) -> Score:
-    """With plain numbers. Raises TypeError."""
+def _score_of(score: object, tokens: int) -> Score:
+    """With plain numbers. `tokens`: that the policy wrote. Raises TypeError."""
     if not isinstance(score, Score):
         raise TypeError(f"expected a Score, got {type(score).__name__}")
     value = number_of(score.value, "value")
     if not math.isfinite(value):
         raise TypeError(f"expected a finite number as value, got {value}")
     return msgspec.structs.replace(
-        score, value=value, metrics=metrics_of(score.metrics), waiting_s=number_of(score.waiting_s, "waiting_s")
+        score,
+        value=value,
+        metrics=metrics_of(score.metrics),
+        waiting_s=number_of(score.waiting_s, "waiting_s"),
+        teacher_logprobs=_taught_of(score.teacher_logprobs, tokens),
     )
+
+
+def _taught_of(logprobs: object, tokens: int) -> tuple[float, ...] | None:
+    if logprobs is None:
+        return None
+    if not isinstance(logprobs, tuple) or len(logprobs) != tokens:
+        raise TypeError(f"expected teacher_logprobs of {tokens} tokens, got {str(logprobs)[:100]}")
+    found = tuple(number_of(each, "teacher_logprobs") for each in logprobs)
+    if not all(map(math.isfinite, found)):
+        raise TypeError("expected finite teacher_logprobs")
+    return found
 
 
 def _words(error: BaseException) -> str:

@@ -10,8 +10,16 @@ RewardFailed, never a score of 0.
     function      a function, as an action that scales from zero   nothing; the function gets the transcript
     command       a command in a sandbox: 1 if it exits with 0     async def verdict(timeout_s) -> Result or Verdict
     model         a model service: its `score`                     def evidence() -> payload, or None: nothing to judge
+    teacher       the environment; a model service says of each    nothing
+                  token of the policy how likely it is
 
 A function beside `command` or `model` makes the number of their answer instead.
+
+What a teacher says is no score: it is what a policy is distilled by, token by token. The score beside it is what the
+environment pays, so that the curves of a distillation are those of the task, from the same least to the same most, and
+can be laid over those of a policy that learned by rewards. How far policy and teacher are apart is the metric
+`teacher_kl`: the mean over the tokens of what their log-probabilities differ by, an estimate of the divergence that is
+minimised, in nats; it falls to 0.
 """
 
 from __future__ import annotations
@@ -65,6 +73,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     """Of the rewards of the steps."""
     metrics: dict[str, float] = {}
     """Of the environment."""
+    temperature: float = 1.0
+    """With which its tokens were drawn."""
     environment: Environment
     """Not closed yet."""
     outside: Outside
@@ -91,6 +101,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Of the time that it took, what passed in a queue."""
     waited_for: str = ""
     """What was short meanwhile, as it is called."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Of the policy's own tokens, in order, as a teacher gives them; None if none was asked."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +156,8 @@ def make_reward(settings: RewardSettings, client: Client | None) -> Reward:
         return CommandReward(settings, client, scorer)
     if settings.kind == "model":
         return ModelReward(settings, client, scorer)
+    if settings.kind == "teacher":
+        return TeacherReward(settings, client, None)
     assert scorer is not None, "the settings have a function for this kind"
     return FunctionReward(settings, client, scorer)
 
@@ -217,6 +231,19 @@ class _Asking(ABC):
         value = number_of(result.value, self._settings.function)
         return Score(value=value, waiting_s=result.timing.waiting_s, waited_for=f"function {self._settings.function}")
 
+    async def _infer(self, payload: Any, played: Played) -> tuple[Any, float]:
+        """What the service of the settings answers, and how long that waited."""
+        inference = await self._client.infer(
+            self._settings.service, payload, run=played.outside.run, trajectory=played.outside.trajectory,
+            task=played.task, timeout_s=self._settings.timeout_s,
+        )  # fmt: skip
+        if not inference.ok:
+            raise _Unsettled(f"{inference.status.value}: {inference.reason}")
+        try:
+            return inference.json(), inference.timing.waiting_s
+        except ManagerError as error:
+            raise RewardFailed(str(error)) from error
+
 
 class FunctionReward(_Asking):
     """What a function makes of the transcript."""
@@ -265,22 +292,41 @@ class ModelReward(_Asking):
         payload = environment.evidence()
         if payload is None:
             return Score(value=0.0)
-        inference = await self._client.infer(
-            settings.service, payload, run=played.outside.run, trajectory=played.outside.trajectory, task=played.task,
-            timeout_s=settings.timeout_s,
-        )  # fmt: skip
-        if not inference.ok:
-            raise _Unsettled(f"{inference.status.value}: {inference.reason}")
-        try:
-            answer = inference.json()
-        except ManagerError as error:
-            raise RewardFailed(str(error)) from error
-        waiting_s, waited_for = inference.timing.waiting_s, f"service {settings.service}"
+        (answer, waiting_s), waited_for = await self._infer(payload, played), f"service {settings.service}"
         if self._scorer is None:
             scored = answer["score"] if isinstance(answer, Mapping) and "score" in answer else answer
             return Score(value=number_of(scored, waited_for), waiting_s=waiting_s, waited_for=waited_for)
         made = await self._call(played.transcript() | {"answer": answer}, played, attempt)
         return Score(value=made.value, waiting_s=waiting_s + made.waiting_s, waited_for=waited_for)
+
+    def _whom(self, played: Played) -> str:
+        return f"service {self._settings.service}"
+
+
+class TeacherReward(_Asking):
+    """What the environment paid, and what a teacher says of each token."""
+
+    async def _ask(self, played: Played, attempt: int) -> Score:
+        value, whom = number_of(played.total, "the environment"), self._whom(played)
+        tokens: list[int] = []
+        at: list[int] = []
+        for turn in played.turns:
+            tokens += turn.observation_tokens
+            at += range(len(tokens), len(tokens) + len(turn.tokens))
+            tokens += turn.tokens
+        if not at:
+            return Score(value=value, teacher_logprobs=())
+        answer, waiting_s = await self._infer({"tokens": tokens, "at": at, "temperature": played.temperature}, played)
+        said = answer.get("logprobs") if isinstance(answer, Mapping) else None
+        if not isinstance(said, list) or len(said) != len(at):
+            shown = repr(answer)[:SHOWN_CHARACTERS]
+            raise RewardFailed(f"{whom}: expected `logprobs` of {len(at)} tokens, got {shown}")
+        logprobs = tuple(number_of(each, whom) for each in said)
+        behaviour = math.fsum(each for turn in played.turns for each in turn.logprobs)
+        apart = (behaviour - math.fsum(logprobs)) / len(at)
+        return Score(
+            value=value, metrics={"teacher_kl": apart}, waiting_s=waiting_s, waited_for=whom, teacher_logprobs=logprobs
+        )
 
     def _whom(self, played: Played) -> str:
         return f"service {self._settings.service}"

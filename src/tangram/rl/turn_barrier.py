@@ -2,7 +2,8 @@
 
 It is there to be compared with. All episodes in play write their turn as one batch, all environments take their step
 when the whole batch is written, and the next batch begins when the slowest of them has answered. An episode that begins
-anew holds up the others until it is back; one that is over holds up nobody.
+anew holds up the others until it is back; one that is over holds up nobody. Rewards are asked for when all have been
+played.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ class TurnBarrier:
         self._joined: set[str] = set()
         self._arrived: dict[str, asyncio.Future[None]] = {}
         self._looking = False
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def join(self, episode: str) -> None:
         assert episode not in self._joined, f"{episode} joined twice"
         self._joined.add(episode)
+        self._empty.clear()
 
     def leave(self, episode: str) -> None:
         self._joined.discard(episode)
         self._arrived.pop(episode, None)
         self._look_soon()
+
+    async def all_played(self) -> None:
+        """Until nobody is under way any more."""
+        await self._empty.wait()
 
     async def arrive(self, episode: str) -> None:
         """Until all others are here."""
@@ -46,6 +54,8 @@ class TurnBarrier:
 
     def _look(self) -> None:
         self._looking = False
+        if not self._joined:
+            self._empty.set()
         if len(self._arrived) < len(self._joined):
             return
         here, self._arrived = self._arrived, {}

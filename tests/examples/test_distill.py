@@ -1,0 +1,30 @@
+"""The example `distill`: two teachers and a student, small, for real."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, str(Path(__file__).parents[2] / "examples" / "distill" / "distill.py")]
+DEADLINE_S = 600.0
+"""A hang is a failure. PyTorch is imported by several processes at once."""
+
+
+def test_the_student_comes_closer_to_both_of_its_teachers(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is an extra, which is not installed")
+    done = subprocess.run(
+        [*COMMAND, "--quick", "--json", "--folder", str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["steps"] == 10
+    for task in ("chain", "frozenlake"):
+        assert found["apart_last"][task] < found["apart_first"][task]
+    assert (tmp_path / "counter" / "config.json").is_file()
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
