@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ import msgspec
 import pytest
 from tests.rl import recordings
 from tests.rl.recordings import HOSTILE, simple, span
+from tests.rl.test_tokenizer import folder_of
 
 from tangram.client.client import connect
 from tangram.rl.codec import Words
 from tangram.rl.environments.agents import Episode, play
 from tangram.rl.environments.base import Outside
 from tangram.rl.environments.registry import words_of
-from tangram.rl.records import Ending, Group, Stage, Trajectory
-from tangram.rl.settings import RolloutSettings, TaskSettings
+from tangram.rl.records import Ending, Group, Stage, Trajectory, Turn
+from tangram.rl.settings import PolicySettings, RolloutSettings, TaskSettings
+from tangram.rl.tokenizer import TextCodec
 from tangram.rl.trajectory_log import EngineEvent, GroupClosing, TrajectoryLog, read
 
 
@@ -107,6 +110,26 @@ def test_show_json_sums_up(cli, rollout: Path) -> None:
 def test_what_is_not_there_is_answered_with_what_is(cli, rollout: Path, words: tuple[object, ...], told: str) -> None:
     done = cli("rl", "show", rollout, *words)
     assert done.code == 2 and told in done.err and done.err.count("\n") == 1 and done.out == ""
+
+
+def test_show_reads_tokens_with_the_tokenizer_of_the_checkpoint_as_long_as_it_is_there(cli, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "checkpoint", chats=False)
+    settings = RolloutSettings(policy=PolicySettings(checkpoint=str(folder)), tasks=(TaskSettings(name="maze"),))
+    path = tmp_path / "run.jsonl"
+    tokens = TextCodec(folder).written("go left")
+    turn = Turn(
+        observation="wall", observation_tokens=(8,), action="go left", tokens=tokens, logprobs=(-0.5,) * 3,
+        versions=(0,) * 3,
+    )  # fmt: skip
+    trajectory = simple("maze/0/0.0", [span(Stage.GENERATE, 0.0, 1.0)])
+    with TrajectoryLog(path, settings=settings) as log:
+        log.append(msgspec.structs.replace(trajectory, turns=(turn,)))
+    said = cli("rl", "show", path, trajectory.id).out
+    assert "text" in said and [word in said for word in ("go", "left", "<end>")] == [True] * 3
+    shutil.rmtree(folder)
+    told = cli("rl", "show", path, trajectory.id)
+    assert told.code == 0 and "text" not in told.out and "<end>" not in told.out
+    assert all(str(token) in told.out for token in tokens)
 
 
 def test_show_tells_one_trajectory_turn_by_turn(cli, rollout: Path) -> None:

@@ -437,7 +437,7 @@ def test_a_drained_node_takes_no_new_sandbox_until_it_is_taken_up_again(service:
         done = service("pool", "drain", "local")
         assert done.code == 0 and "local is draining" in done.out
         assert "nodes that drain: local" in service("status").out
-        assert "it has 1 sandboxes, and 1 actions run there" in done.out
+        assert "it has 1 sandbox, and 1 action runs there" in done.out
         thread = threading.Thread(target=another)
         thread.start()
         service.until(lambda view: view.waiting_total == 1)

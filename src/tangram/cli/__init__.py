@@ -21,6 +21,7 @@ from tangram.cli import (
     plan,
     pool,
     rl,
+    rl_eval,
     rl_rollout,
     rl_tasks,
     run,
@@ -31,6 +32,7 @@ from tangram.cli import (
     token,
     top,
     trace,
+    train,
     where,
 )
 from tangram.errors import InvariantError, TangramError
@@ -80,6 +82,8 @@ def _discard_output() -> None:
 
 EXAMPLES = """[bold]Examples[/bold]
 
+tangram train examples/multitask.toml  [dim]# train a policy, and see it learn[/dim]
+
 tangram sim  [dim]# compare the policies on coding agents[/dim]
 
 tangram plan  [dim]# how few cores would do[/dim]
@@ -109,10 +113,12 @@ app = typer.Typer(
 )
 app.command("sim", epilog=sim.EXAMPLES)(sim.sim)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.add_typer(trace.app, name="trace")
 app.add_typer(rl.app, name="rl")
 rl.app.command("rollout", epilog=rl_rollout.EXAMPLES)(rl_rollout.rollout)
+rl.app.command("eval", epilog=rl_eval.EXAMPLES)(rl_eval.evaluate)
 rl.app.command("check", epilog=rl_tasks.CHECK)(rl_tasks.check)
 rl.app.command("profile", epilog=rl_tasks.PROFILE)(rl_tasks.profile)
 rl.app.command("hardware", epilog=rl_tasks.HARDWARE)(rl_tasks.hardware)

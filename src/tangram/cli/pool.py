@@ -71,7 +71,7 @@ def resize(
     What is held stays held: a smaller pool is reached when enough has ended. What asks for more than a pool then has is
     lost after scheduler.stranded_s of the config. The next start has the size of the config.
     """
-    from tangram.cli.screen import amount, unit_of
+    from tangram.cli.screen import amount, measured
     from tangram.service.view import View
     from tangram.service.wire import PoolRequest
 
@@ -89,10 +89,11 @@ def resize(
     if as_json:
         show.as_json(after)
         return
-    unit = unit_of(after)
-    typer.echo(f"{plain(name)}: {amount(after.total, after)} {unit}, was {amount(before.total, before)}")
+    typer.echo(f"{plain(name)}: {measured(after.total, after)}, was {amount(before.total, before)}")
     if after.held > after.total:
-        over = f"{amount(after.held, after)} {unit} are held and come back as actions and sandboxes end"
+        held = measured(after.held, after)
+        verb = "is held and comes" if amount(after.held, after) == "1" else "are held and come"
+        over = f"{held} {verb} back as actions and sandboxes end"
         typer.echo(f"{over}; until then nothing more is given out", err=True)
     if not after.total:
         lost = "actions that need it wait, and are lost after scheduler.stranded_s of the config (300 s unless it says"
@@ -131,6 +132,7 @@ def undrain(
 def _change(target: Target, node: str, state: str, as_json: bool) -> None:
     from tangram.service.view import View
     from tangram.service.wire import NodeRequest
+    from tangram.sim.words import several
 
     record = NodeRequest(state=state)  # type: ignore[arg-type]
     try:
@@ -146,7 +148,10 @@ def _change(target: Target, node: str, state: str, as_json: bool) -> None:
         typer.echo(f"{plain(node)} is up: it takes new sandboxes and actions again")
     else:
         said = f"{plain(node)} is draining: it takes no new sandbox, and no action without one"
-        typer.echo(f"{said}; it has {boxes:,} sandboxes, and {running:,} actions run there")
+        verb = "runs" if running == 1 else "run"
+        typer.echo(
+            f"{said}; it has {several(boxes, 'sandbox', 'sandboxes')}, and {several(running, 'action')} {verb} there"
+        )
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -184,9 +189,9 @@ def units(text: str, pool: PoolView) -> int:
 
 def _for_people(fault: Fault, pool: PoolView) -> str:
     """What would be right, which the service says in the units of the pool, in those of people."""
-    from tangram.cli.screen import amount, unit_of
+    from tangram.cli.screen import measured
 
     most = re.fullmatch(r"at most (\d+)", fault.expected)
     if most is None:
         return plain(fault.expected or fault.message)
-    return f"at most {amount(int(most[1]), pool)} {unit_of(pool)}"
+    return f"at most {measured(int(most[1]), pool)}"

@@ -86,7 +86,7 @@ def show_log(
         if as_json:
             rl_screen.as_json(found)
         else:
-            rl_screen.print_trajectory(found, reading.header.words)
+            rl_screen.print_trajectory(found, rl_screen.texts_of(reading.header))
         return
     listing = rl_screen.Listing(task=task, ending=_ending(ending), group=group)
     for record in reading:

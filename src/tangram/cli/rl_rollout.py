@@ -38,7 +38,10 @@ tangram rl show rollout.jsonl
 
 
 def rollout(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: engines, tasks, groups.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="A TOML file: engines, tasks, groups. That of a training run will do."),
+    ],
     groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups to be played.")] = 16,
     in_flight: Annotated[
         int | None, typer.Option("--in-flight", metavar="N", min=1, help="Groups at once. Default: all of them.")
@@ -61,12 +64,12 @@ def rollout(
     """
     import msgspec
 
-    from tangram.config.reading import load_as
+    from tangram.cli.training_config import load_with
     from tangram.rl.affinity import explain as explained
     from tangram.rl.assembly import tasks_of
-    from tangram.rl.settings import RolloutSettings
+    from tangram.rl.training_settings import TrainSettings
 
-    settings = load_as(RolloutSettings, config)
+    settings: RolloutSettings = load_with(TrainSettings, config)
     if seed is not None:
         settings = msgspec.structs.replace(settings, seed=seed)
     sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie

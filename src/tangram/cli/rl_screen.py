@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import typer
 
 from tangram.cli import show
 from tangram.cli.screen import put, seconds
+from tangram.errors import InvalidConfig
 from tangram.rl.printable import cut, lines, plain
 from tangram.rl.records import Stage, Trajectory, Turn
 from tangram.rl.timeline import Activity, Doing, StageTime, Timeline, in_words
@@ -176,7 +177,10 @@ def print_listing(file: Path, header: Header, listing: Listing, rows: Sequence[R
     for name, told in listing.summary()["tasks"].items():
         endings = ", ".join(f"{count:,} {ending}" for ending, count in told["endings"].items())
         mean = number(told["reward"])
-        put(console, f"{cut(name, NAME_WIDTH)}: {endings}; mean reward {mean}; {told['tokens']:,} tokens written")
+        put(
+            console,
+            f"{cut(name, NAME_WIDTH)}: {endings}; mean reward {mean}; {several(told['tokens'], 'token')} written",
+        )
     if listing.closed:
         put(console, f"groups: {listing.closed:,} closed, {listing.whole:,} of them whole, {listing.dropped:,} dropped")
     if header.note:
@@ -201,31 +205,53 @@ def _versions(found: tuple[int, int] | None) -> str:
 # ---- one trajectory ---------------------------------------------------------------------------------------------
 
 
-def print_trajectory(trajectory: Trajectory, words: Sequence[str]) -> None:
+TextOf = Callable[[int], str]
+"""Of a token."""
+
+
+def texts_of(header: Header) -> TextOf | None:
+    """The words of the log, or what the tokenizer of its checkpoint says, if it is still there. None: nobody knows."""
+    words, settings = header.words, header.settings
+    if words:
+        return lambda token: words[token] if 0 <= token < len(words) else ""
+    folder = Path(settings.policy.checkpoint) if settings is not None and settings.policy.checkpoint else None
+    if folder is None:
+        return None
+    from tangram.rl.tokenizer import TextCodec, has_tokenizer
+
+    try:
+        return TextCodec(folder).token if has_tokenizer(folder) else None
+    except InvalidConfig:
+        return None
+
+
+def print_trajectory(trajectory: Trajectory, text_of: TextOf | None) -> None:
+    """`text_of`: without it, the ids of tokens are all that is shown of them."""
     console = show.console()
     row = Row.of(trajectory)
     cause = f": {cut(trajectory.cause, LINE_WIDTH)}" if trajectory.cause else ""
     put(console, f"{plain(trajectory.id)}  {trajectory.ending}{cause}")
     put(
         console,
-        f"reward {number(trajectory.reward)}, {several(row.turns, 'turn')}, {row.tokens:,} tokens written, versions"
-        f" {_versions(row.versions)}, seed {trajectory.seed}, from {trajectory.began_s:.3f} s to"
+        f"reward {number(trajectory.reward)}, {several(row.turns, 'turn')}, {several(row.tokens, 'token')} written,"
+        f" versions {_versions(row.versions)}, seed {trajectory.seed}, from {trajectory.began_s:.3f} s to"
         f" {trajectory.ended_s:.3f} s",
     )
     if trajectory.metrics:
         named = (f"{cut(name, NAME_WIDTH)} {number(value)}" for name, value in trajectory.metrics.items())
         put(console, f"metrics: {', '.join(named)}")
     for place, turn in enumerate(trajectory.turns):
-        _print_turn(console, place, turn, words)
+        _print_turn(console, place, turn, text_of)
     if trajectory.observation:
         put(console, "\nlast observation")
         _print_text(console, trajectory.observation, "  < ")
     _print_spans(console, trajectory)
 
 
-def _print_turn(console: Console, place: int, turn: Turn, words: Sequence[str]) -> None:
+def _print_turn(console: Console, place: int, turn: Turn, text_of: TextOf | None) -> None:
     engine = f" by {cut(turn.engine, NAME_WIDTH)}" if turn.engine else ""
-    read = f"{len(turn.observation_tokens):,} tokens read ({turn.prefilled:,} by the engine, {seconds(turn.prefill_s)})"
+    heard = several(len(turn.observation_tokens), "token")
+    read = f"{heard} read ({turn.prefilled:,} by the engine, {seconds(turn.prefill_s)})"
     written = f"{len(turn.tokens):,} written{engine} ({seconds(turn.decode_s)})"
     put(console, f"\nturn {place}: {read}, {written}" + (", cut at its limit" if turn.cut else ""))
     _print_text(console, turn.observation, "  < ")
@@ -237,21 +263,19 @@ def _print_turn(console: Console, place: int, turn: Turn, words: Sequence[str]) 
 
     table = show.table("")
     table.title = None
-    for head in ("token", "text", "log-prob", "prob", "version", *(["among"] if turn.kept is not None else [])):
+    said = ["text"] if text_of is not None else []
+    for head in ("token", *said, "log-prob", "prob", "version", *(["among"] if turn.kept is not None else [])):
         table.add_column(head, justify="left" if head == "text" else "right", no_wrap=True)
     for at, token in enumerate(shown):
         logprob = turn.logprobs[at]
         kept = [f"{len(turn.kept[at]):,}"] if turn.kept is not None else []
         probability = f"{math.exp(min(0.0, logprob)):.3f}"
         version = str(turn.versions[at])
-        table.add_row(str(token), _word(token, words), f"{logprob:.4f}", probability, version, *kept)
+        text = [cut(text_of(token), NAME_WIDTH)] if text_of is not None else []
+        table.add_row(str(token), *text, f"{logprob:.4f}", probability, version, *kept)
     put(console, Padding(table, (0, 0, 0, 4)))
     if len(turn.tokens) > len(shown):
-        put(console, f"    and {len(turn.tokens) - len(shown):,} tokens more; --json has all")
-
-
-def _word(token: int, words: Sequence[str]) -> str:
-    return cut(words[token], NAME_WIDTH) if 0 <= token < len(words) else ""
+        put(console, f"    and {several(len(turn.tokens) - len(shown), 'token')} more; --json has all")
 
 
 def _print_text(console: Console, text: str, mark: str) -> None:
@@ -425,7 +449,7 @@ def print_replays(found: Sequence[Replayed]) -> None:
     turns = sum(each.turns for each in found)
     same = sum(each.same for each in found)
     if same == len(found):
-        put(console, f"the same: {_of(same, same)} with {turns:,} actions")
+        put(console, f"the same: {_of(same, same)} with {several(turns, 'action')}")
     else:
         put(console, f"different: {len(found) - same:,} of {_of(len(found), len(found))}")
     shown = 0

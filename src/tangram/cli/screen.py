@@ -156,6 +156,12 @@ def unit_of(pool: PoolView) -> str:
     return {"milli-cores": "cores", "MiB": "GiB"}.get(pool.unit, plain(pool.unit))
 
 
+def measured(units: int, pool: PoolView) -> str:
+    """With what it is counted in: `1 core`, `1.5 cores`."""
+    said, unit = amount(units, pool), unit_of(pool)
+    return f"{said} {unit.removesuffix('s') if said == '1' else unit}"
+
+
 def amount(units: int, pool: PoolView) -> str:
     if pool.unit == "milli-cores":
         return f"{units / CORE:,.1f}".removesuffix(".0")

@@ -240,12 +240,15 @@ def _runs(target: Target) -> list[RunReply]:
 
 
 def _what_ends(target: Target, run: str) -> str:
+    from tangram.sim.words import several
+
     view = service_client.view_of(target)
     found = next((each for each in view.runs if each.name == run), None)
     if found is None or not (found.waiting or found.running or found.sandboxes):
         return "It has nothing under way."
     actions = found.waiting + found.running
-    return f"It has {actions:,} actions under way and {found.sandboxes:,} sandboxes, which end."
+    boxes = several(found.sandboxes, "sandbox", "sandboxes")
+    return f"It has {several(actions, 'action')} under way and {boxes}, which end."
 
 
 def _weight(said: float | None, before: float) -> float:

@@ -47,11 +47,17 @@ def load_as(kind: type[R], path: Path) -> R:
     config = parse_as(kind, _text_of(path), str(path))
     folder = Path(os.path.abspath(path)).parent
     for table, keys in kind.PATHS.items():
-        record = getattr(config, table)
-        said = {key: getattr(record, key) for key in keys}
-        absolute = {key: os.path.normpath(folder / value) for key, value in said.items() if value}
-        config = msgspec.structs.replace(config, **{table: msgspec.structs.replace(record, **absolute)})
+        found = getattr(config, table)
+        placed = tuple(_absolute(each, keys, folder) for each in (found if isinstance(found, tuple) else (found,)))
+        config = msgspec.structs.replace(config, **{table: placed if isinstance(found, tuple) else placed[0]})
     return config
+
+
+def _absolute(record: msgspec.Struct, keys: Iterable[str], folder: Path) -> msgspec.Struct:
+    said = {key: getattr(record, key) for key in keys}
+    return msgspec.structs.replace(
+        record, **{key: os.path.normpath(folder / value) for key, value in said.items() if value}
+    )
 
 
 def parse_as(kind: type[R], text: str, name: str) -> R:

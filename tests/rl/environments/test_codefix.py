@@ -13,7 +13,7 @@ from tests.rl.environments.outside import cancelled_at, connection, played, play
 from tangram import Client, Status
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl.codec import Words
-from tangram.rl.environments import codefix
+from tangram.rl.environments import benches, codefix
 from tangram.rl.environments.base import Outside
 from tangram.rl.environments.codefix import LINES, OPERATORS, RIGHT, SHOWN, SUITE, CodeFix
 from tangram.rl.environments.conformance import check
@@ -179,8 +179,8 @@ def test_hostile_code_is_worth_nothing(tmp_path: Path, attack: str) -> None:
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client:
             environment = await opened(client)
-            assert environment._box is not None
-            await environment._box.write("right.py", RIGHT_FILE)
+            assert environment._bench is not None
+            await environment._bench.box.write("right.py", RIGHT_FILE)
             step = await environment.step(f"EDIT L1 {HOSTILE[attack]}")
             assert (step.reward, step.done) == (0.0, False), step.observation
             Words(CodeFix.words).observation(step.observation, first=False)
@@ -214,7 +214,7 @@ def test_the_verdict_sees_nothing_of_what_ran_before(tmp_path: Path) -> None:
         async with connection(tmp_path, "sandbox") as client:
             environment = await opened(client)
             await environment.step(f"EDIT L1 {waits}")
-            assert environment._box is not None and await environment._box.read("left") == b""
+            assert environment._bench is not None and await environment._bench.box.read("left") == b""
             step = await environment.step("EDIT L1 //")
             assert step.reward == 1.0, "what it left does not keep it from being repaired"
             before = sandboxes(client)
@@ -306,3 +306,79 @@ def test_the_agents_know_as_much_as_they_say() -> None:
     assert {teacher.act(said) for _ in range(200)} == {f"EDIT L1 {each}" for each in OPERATORS}
     assert len({guess.act(said) for _ in range(2000)}) == len(LINES) * len(OPERATORS)
     assert teacher.act(f"unknown {said}").startswith("EDIT L1 ")
+
+
+# ---- benches ----
+
+
+def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
+            seen = set()
+            for seed in range(3):
+                environment = CodeFix(Outside(client=client, run="rl", trajectory=f"codefix/{seed}/0.0"))
+                ended, _ = await played(environment, "expert", seed, client)
+                found = await make_reward(CodeFix.usual_reward, client).score(ended)
+                assert found.value == 1.0
+                await environment.close()
+                seen.update(sandboxes(client))
+            assert len(seen) == 1 and sandboxes(client) == list(seen), "the same one for all, and for their verdicts"
+            environment = await opened(client)
+            await environment.step("EDIT L1 if 0 else")
+            assert environment._bench is not None and not environment._bench.clean
+            [before] = sandboxes(client)
+            assert before in seen
+            assert await score(client, environment) == 0.0
+            assert before not in sandboxes(client), "nobody else gets it"
+            await environment.close()
+            assert sandboxes(client) == []
+
+    asyncio.run(main())
+
+
+def test_code_that_nobody_has_read_is_run_by_a_process_of_its_own(tmp_path: Path) -> None:
+    """The program that stands ready is for known code alone: from the first unread line on it is not asked again."""
+    tampers = f"if {OS}.system('kill -9 $(pgrep -f heard)') else"
+
+    async def main() -> None:
+        async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
+            environment = await opened(client)
+            assert environment._bench is not None and environment._bench.clean
+            await environment.step(f"EDIT L1 {tampers}")
+            assert not environment._bench.clean
+            step = await environment.step("EDIT L1 //")
+            assert (step.observation, step.reward) == ("pass", 1.0), "known again, and still run apart"
+            assert not environment._bench.clean
+            assert await score(client, environment) == 1.0
+            await environment.close()
+
+    asyncio.run(main())
+
+
+def test_benches_that_nobody_needs_go_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(benches, "IDLE_S_MAX", 0.1)
+        async with connection(tmp_path, "process") as client, CodeFix.prepare(client):
+            environment = await opened(client)
+            await environment.close()
+            assert len(sandboxes(client)) == 1
+            while sandboxes(client):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_run_that_is_cancelled_leaves_no_bench_for_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with connection(tmp_path, "process") as client, CodeFix.prepare(client):
+            for suspension in itertools.count(1):
+                environment = await opened(client)
+                was_cancelled = await cancelled_at(environment.step("EDIT L1 -"), suspension)
+                await environment.close()
+                after = await opened(client)
+                assert (await after.step("EDIT L1 //")).reward == 1.0, f"after one at suspension {suspension}"
+                await after.close()
+                if not was_cancelled:
+                    return
+
+    asyncio.run(main())

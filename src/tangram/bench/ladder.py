@@ -1,0 +1,214 @@
+"""Five ways to schedule the same training run, from one thing after the other to everything at once.
+
+A small policy walks over frozen lakes whose steps take their time: waits, log-normal, so that a few take several times
+as long as most. One engine and one trainer, each with one thread; the training of a batch takes about a fifth of an
+asynchronous rollout of one. Nothing differs between the modes but the key `training.mode`.
+
+`sync`, `sync_plus`, `one_off`, `start_bound`, `rollart`: trajectories trained on per second. For these the policy is
+held fixed (a learning rate of nearly nothing), so that all modes do the same work; the first steps, in which pipelines
+fill, do not count. `time_to_score_*`: with learning, seconds until the mean reward of three batches in a row reaches a
+score. `staleness_max_*`: the oldest trajectory that was trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
+from tangram.rl.environments.base import Outside, Step
+from tangram.rl.environments.frozenlake import FrozenLake
+from tangram.rl.pipeline import train
+from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
+from tangram.rl.training_records import AnyLine, Trained
+from tangram.rl.training_settings import (
+    CheckpointSettings,
+    EvaluationSettings,
+    Mode,
+    ObjectiveSettings,
+    TrainingSettings,
+    TrainSettings,
+)
+from tangram.sim.statistics import mean_of
+
+MODES: dict[str, Mode] = {
+    "sync": "sync", "sync_plus": "sync+", "one_off": "one-off", "start_bound": "start-bound", "rollart": "rollart",
+}  # fmt: skip
+FILLING = 2
+"""Steps that do not count: the first batches come before anything is trained on beside them."""
+NEARLY_NOTHING = 1e-12
+"""Of a learning rate: less than what float32 can add to a weight."""
+WARM_UNTIL = 0.15
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    seeds: int = 3
+    groups: int = 8
+    """Of a batch."""
+    members: int = 8
+    steps: int = 14
+    """Of a fixed policy, for throughput."""
+    latency_s: float = 0.12
+    """Of a step of the environment, mean."""
+    spread: float = 1.0
+    """Standard deviation of the latency over its mean."""
+    epochs: int = 4
+    staleness: int = 1
+    score: float = 0.6
+    """Of three batches in a row, to be reached by learning; 0: that is not measured."""
+    score_steps_max: int = 80
+
+
+FULL = Sizes()
+QUICK = Sizes(seeds=1, steps=8, score=0.0)
+
+
+class SlowLake(FrozenLake):
+    """A lake whose steps take their time: the same for the same trajectory and turn, in every mode."""
+
+    def __init__(self, outside: Outside, *, latency_s: float = 0.1, spread: float = 1.0, **options: Any) -> None:
+        super().__init__(outside, **options)
+        self._chance = random.Random(f"latency/{outside.trajectory}")
+        self._sigma = math.sqrt(math.log1p(spread * spread))
+        self._mu = math.log(latency_s) - self._sigma**2 / 2.0
+
+    async def step(self, action: str) -> Step:
+        await asyncio.sleep(self._chance.lognormvariate(self._mu, self._sigma))
+        return await super().step(action)
+
+
+def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress: Progress) -> BenchResult:
+    with tempfile.TemporaryDirectory(prefix="tangram-ladder-") as folder:
+        return asyncio.run(_measure(sizes, Path(folder), progress))
+
+
+async def _measure(sizes: Sizes, folder: Path, progress: Progress) -> BenchResult:
+    found = Findings()
+    fixed: dict[str, list[list[Trained]]] = {mode: [] for mode in MODES}
+    learned: dict[str, list[float]] = {mode: [] for mode in MODES}
+    parts = sizes.seeds * len(MODES)
+    for seed in range(sizes.seeds):
+        warm = await _warm(sizes, folder / f"warm-{seed}", seed)
+        for number, mode in enumerate(MODES):
+            progress((seed * len(MODES) + number) / parts, f"{mode}, seed {seed}")
+            settings = _settings(sizes, mode, seed, warm, rate=NEARLY_NOTHING, steps=sizes.steps)
+            fixed[mode].append(await _steps(settings, folder / f"{mode}-{seed}"))
+            if sizes.score:
+                settings = _settings(sizes, mode, seed, warm, rate=7e-4, steps=sizes.score_steps_max)
+                learned[mode].append(await _seconds_to(sizes.score, settings, folder / f"{mode}-{seed}-learns"))
+    _add_throughput(found, fixed, sizes)
+    if sizes.score:
+        for mode, seconds in learned.items():
+            found.add(f"time_to_score_{mode}", mean_of(seconds), PRINTED)
+    return found.result("ladder", "measured", sizes)
+
+
+def _add_throughput(found: Findings, fixed: dict[str, list[list[Trained]]], sizes: Sizes) -> None:
+    rates = {mode: [_rate(lines) for lines in runs] for mode, runs in fixed.items()}
+    for mode in MODES:
+        found.add(mode, mean_of(rates[mode]), PRINTED)
+    names = list(MODES)
+    for lower, higher in (("sync", "sync_plus"), ("sync_plus", "one_off"), ("one_off", "rollart")):
+        goal = at_least(1.2) if lower == "one_off" else at_least(1.0)
+        found.add(f"{higher}_vs_{lower}", paired_values(rates[higher], rates[lower]), goal)
+    found.add("rollart_vs_sync", paired_values(rates["rollart"], rates["sync"]), at_least(2.0))
+    found.add("rollart_vs_start_bound", paired_values(rates["rollart"], rates["start_bound"]), at_least(0.85))
+    for mode in names:
+        oldest = max(len(line.staleness) - 1 for lines in fixed[mode] for line in lines)
+        found.add(f"staleness_max_{mode}", float(oldest), PRINTED)
+    train_s = statistics.fmean(line.train_s for lines in fixed["sync_plus"] for line in lines[FILLING:])
+    rollout_s = statistics.fmean(line.step_s - line.train_s for lines in fixed["sync_plus"] for line in lines[FILLING:])
+    found.add("train_share_of_rollout", train_s / rollout_s, at_most(0.3))
+    discarded = {mode: _discarded(fixed[mode]) for mode in ("start_bound", "rollart")}
+    found.notes.append(
+        f"Of all tokens that the policy wrote, {discarded['start_bound']:.1%} (start-bound) and "
+        f"{discarded['rollart']:.1%} (rollart) were not trained on."
+    )
+    found.notes.append(
+        f"{sizes.groups * sizes.members} trajectories a batch; waits of {sizes.latency_s:g} s a turn, log-normal, "
+        f"standard deviation {sizes.spread:g} times the mean; alpha = {sizes.staleness}; one engine and one trainer of "
+        f"one thread each; {sizes.epochs} epochs."
+    )
+
+
+def _rate(lines: list[Trained]) -> float:
+    """Trajectories per second, of the steps in which all pipelines are full."""
+    counted = lines[FILLING:]
+    return sum(sum(line.staleness) for line in counted) / sum(line.step_s for line in counted)
+
+
+def _discarded(runs: list[list[Trained]]) -> float:
+    lost = sum(line.tokens_discarded for lines in runs for line in lines)
+    used = sum(task.tokens * task.trajectories for lines in runs for line in lines for task in line.tasks.values())
+    return lost / (lost + used)
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(sizes: Sizes, mode: str, seed: int, warm: Path | None, *, rate: float, steps: int) -> TrainSettings:
+    return TrainSettings(
+        seed=seed,
+        policy=PolicySettings(checkpoint=str(warm) if warm is not None else "", seed=seed),
+        engines=(EngineSettings(slots=64, sessions=256, context_max=192, threads=1),),
+        groups=GroupSettings(size=sizes.members),
+        tasks=(
+            TaskSettings(
+                name="frozenlake",
+                environment=f"{__name__}:SlowLake",
+                options={"latency_s": sizes.latency_s if warm is not None else 1e-4, "spread": sizes.spread},
+                warm_until=0.0 if warm is not None else WARM_UNTIL,
+            ),
+        ),
+        training=TrainingSettings(
+            mode=MODES[mode], staleness=sizes.staleness, steps=steps, batch=sizes.groups, threads=1
+        ),
+        objective=ObjectiveSettings(learning_rate=rate, epochs=sizes.epochs),
+        evaluation=EvaluationSettings(every=0),
+        checkpoints=CheckpointSettings(every=1_000_000),
+    )
+
+
+async def _warm(sizes: Sizes, folder: Path, seed: int) -> Path:
+    """The checkpoint of a policy that knows the format, with which all modes begin."""
+    await train(_settings(sizes, "sync_plus", seed, None, rate=NEARLY_NOTHING, steps=1), folder)
+    return folder / "checkpoints" / f"{0:08d}"
+
+
+async def _steps(settings: TrainSettings, folder: Path) -> list[Trained]:
+    lines: list[Trained] = []
+
+    def tell(line: AnyLine) -> None:
+        if isinstance(line, Trained):
+            lines.append(line)
+
+    await train(settings, folder, tell=tell)
+    return lines
+
+
+async def _seconds_to(score: float, settings: TrainSettings, folder: Path) -> float:
+    """Since the first batch was begun. A run that does not reach it counts with all of its time."""
+    reached = asyncio.get_running_loop().create_future()
+    rewards: list[float] = []
+
+    def tell(line: AnyLine) -> None:
+        if not isinstance(line, Trained):
+            return
+        rewards.append(line.tasks["frozenlake"].reward)
+        if len(rewards) >= 3 and statistics.fmean(rewards[-3:]) >= score and not reached.done():
+            reached.set_result(line.at_s)
+
+    running = asyncio.create_task(train(settings, folder, tell=tell))
+    await asyncio.wait({running, reached}, return_when=asyncio.FIRST_COMPLETED)
+    if reached.done():
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return float(reached.result())
+    return (await running).at_s

@@ -1,0 +1,248 @@
+"""`tangram rl eval`: play held-out episodes with the weights of a checkpoint, and say how well they do."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from tangram.cli import options, show
+from tangram.cli.options import Json
+from tangram.errors import InvalidConfig, ManagerError
+
+if TYPE_CHECKING:
+    from tangram.rl.evaluation import Scores
+    from tangram.rl.records import Ticket
+    from tangram.rl.settings import RolloutSettings
+
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram rl eval build/runs/multitask  [dim]# the newest checkpoint of a run[/dim]
+
+tangram rl eval build/runs/multitask/checkpoints/00000100 --greedy --episodes 256
+
+tangram rl eval build/runs/multitask --task frozenlake --out frozenlake.jsonl
+
+tangram rl show frozenlake.jsonl
+"""
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a run, for its newest checkpoint, or of one.")
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The tasks and engines to use. Default: those of the run."),
+    ] = None,
+    episodes: Annotated[
+        int | None,
+        typer.Option("--episodes", metavar="N", min=1, help="Of each task. Default: evaluation.episodes of the run."),
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", metavar="", help="Take the most likely token always: temperature 0.")
+    ] = False,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="T", help="Of sampling. Default: evaluation.temperature of the run."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Of the held-out seeds, the first that is played.")
+    ] = 0,
+    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="This task alone.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write all trajectories there; .gz compresses.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Play episodes of seeds that are never trained on, with the weights of a checkpoint.
+
+    The same seeds make the same episodes as the evaluations while training. A run that is still going on is not
+    disturbed. Ends with 1 if a task has no score.
+    """
+    if greedy and temperature is not None:
+        raise InvalidConfig("--temperature", temperature, "either --greedy or --temperature")
+    found = _found(checkpoint, config)
+    settings = _of_task(found.settings, task)
+    asked = _asked(found, episodes, 0.0 if greedy else temperature)
+    if out is not None:
+        options.output_files(out=out)
+        if out.exists() and out.stat().st_size:
+            raise InvalidConfig("out", str(out), "a file that is not there yet")
+    from tangram.rl.evaluation import held_out
+
+    tickets = held_out(settings, asked.episodes, temperature=asked.temperature, first=seed)
+    began = time.monotonic()
+    scores = asyncio.run(_play(settings, tickets, out, quiet=quiet or as_json))
+    told = _told(found, asked, settings, scores, time.monotonic() - began)
+    if as_json:
+        show.as_json(told)
+    else:
+        _print(told, out)
+    if any(row["mean"] is None for row in told["tasks"].values()):
+        raise typer.Exit(1)
+
+
+# ---- what is to be played -------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    folder: Path
+    """Of the checkpoint."""
+    step: int | None
+    settings: RolloutSettings
+    """With the checkpoint as the policy."""
+
+
+class Asked(NamedTuple):
+    episodes: int
+    temperature: float
+
+
+def _found(checkpoint: Path, config: Path | None) -> Found:
+    """Raises InvalidConfig and ManagerError."""
+    import msgspec
+
+    from tangram.cli.training_config import load_with
+    from tangram.rl.run_folder import CHECKPOINTS, SETTINGS, read_settings
+    from tangram.rl.training_settings import TrainSettings
+
+    if not checkpoint.is_dir():
+        raise InvalidConfig("checkpoint", str(checkpoint), "a folder: of a run, or of one of its checkpoints")
+    folder = _newest(checkpoint / CHECKPOINTS) if (checkpoint / CHECKPOINTS).is_dir() else checkpoint
+    run = folder.resolve().parent.parent
+    if config is not None:
+        settings = load_with(TrainSettings, config)
+        sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
+    elif (run / SETTINGS).is_file():
+        settings = read_settings(run)
+        sys.path.append(str(Path.cwd()))
+    else:
+        expected = f"a checkpoint in the folder of a run, which holds {SETTINGS}; or --config"
+        raise InvalidConfig("checkpoint", str(checkpoint), expected)
+    policy = msgspec.structs.replace(settings.policy, checkpoint=str(folder.resolve()))
+    step = int(folder.name) if folder.name.isdecimal() else None
+    return Found(folder, step, msgspec.structs.replace(settings, policy=policy))
+
+
+def _newest(folder: Path) -> Path:
+    """That is whole; what is not is passed over, and said."""
+    from tangram.rl.checkpoints import DamagedCheckpoint, folder_name, read_checkpoint, steps_in
+
+    steps = steps_in(folder)
+    for step in reversed(steps):
+        try:
+            return read_checkpoint(folder / folder_name(step)).path
+        except DamagedCheckpoint as error:
+            typer.echo(f"tangram: {error}", err=True)
+    if steps:
+        raise ManagerError(f"{folder}: no checkpoint in it is whole", retry=False)
+    raise InvalidConfig("checkpoint", str(folder), "a run that has a checkpoint: this one has none yet")
+
+
+def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
+    import difflib
+
+    import msgspec
+
+    if task is None:
+        return settings
+    names = [each.name for each in settings.tasks]
+    if task not in names:
+        near = difflib.get_close_matches(task, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        raise InvalidConfig("--task", task, f"a task of the run ({hint})")
+    return msgspec.structs.replace(settings, tasks=(settings.task(task),))
+
+
+def _asked(found: Found, episodes: int | None, temperature: float | None) -> Asked:
+    from tangram.config.tables import checked
+    from tangram.rl.settings import TEMPERATURE
+    from tangram.rl.training_settings import TrainSettings
+
+    assert isinstance(found.settings, TrainSettings)
+    usual = found.settings.evaluation
+    if temperature is not None:
+        temperature = checked("--temperature", temperature, TEMPERATURE)
+    return Asked(
+        usual.episodes if episodes is None else episodes, usual.temperature if temperature is None else temperature
+    )
+
+
+# ---- playing --------------------------------------------------------------------------------------------------------
+
+
+async def _play(settings: RolloutSettings, tickets: list[Ticket], out: Path | None, *, quiet: bool) -> Scores:
+    from contextlib import AsyncExitStack
+
+    from tangram.rl.assembly import assembled, codec_of, tasks_of
+    from tangram.rl.codec import Words
+    from tangram.rl.evaluation import evaluate
+    from tangram.rl.progress import RolloutProgress
+    from tangram.rl.trajectory_log import TrajectoryLog
+
+    async with AsyncExitStack() as stack:
+        log = None
+        if out is not None:
+            codec = codec_of(settings, tasks_of(settings))
+            words = codec.words if isinstance(codec, Words) else ()
+            log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words))
+        progress = RolloutProgress(len(tickets), quiet=quiet)
+        with show.progress("starting", "steps") as tell:
+            made = await stack.enter_async_context(
+                assembled(
+                    settings,
+                    on_end=log.append if log is not None else None,
+                    watch=progress,
+                    progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
+                )
+            )
+        with progress:
+            return await evaluate(made.rollout, tickets)
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def _told(found: Found, asked: Asked, settings: RolloutSettings, scores: Scores, seconds: float) -> dict[str, Any]:
+    return {
+        "checkpoint": str(found.folder),
+        "step": found.step,
+        "temperature": asked.temperature,
+        "seconds": seconds,
+        "tasks": {
+            task.name: {
+                "mean": scores.mean.get(task.name),
+                "standard_error": scores.spread.get(task.name),
+                "episodes": scores.episodes.get(task.name, 0),
+                "endings": scores.endings.get(task.name, {}),
+                "cause": scores.causes.get(task.name, ""),
+            }
+            for task in settings.tasks
+        },
+    }
+
+
+def _print(told: dict[str, Any], out: Path | None) -> None:
+    from tangram.rl.printable import plain
+
+    typer.echo(f"checkpoint {told['checkpoint']}")
+    table = show.table(f"temperature {told['temperature']:g}, {told['seconds']:.1f} s")
+    for column in ("task", "mean", "standard error", "episodes", "endings"):
+        table.add_column(column, justify="left" if column in ("task", "endings") else "right")
+    for name, row in told["tasks"].items():
+        endings = ", ".join(f"{count} {ending}" for ending, count in sorted(row["endings"].items()))
+        mean, error = ("" if value is None else f"{value:.3f}" for value in (row["mean"], row["standard_error"]))
+        table.add_row(plain(name), mean, error, str(row["episodes"]), endings)
+    show.console().print(table, markup=False, highlight=False, emoji=False)
+    for row in told["tasks"].values():
+        if row["cause"]:
+            typer.echo(f"lost, first of all: {plain(row['cause'])}")
+    if out is not None:
+        typer.echo(f"wrote {out}; look at it with: tangram rl show {shlex.quote(str(out))}")

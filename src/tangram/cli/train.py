@@ -1,0 +1,304 @@
+"""`tangram train`: train a policy on the tasks of a config, and see it learn.
+
+Owns the command line of a run, its signals and its exit code: 0 when it ended as it was meant to, 1 when it failed, 2
+when something has to be changed before it can begin, 130 and 143 when it was stopped by Ctrl-C or SIGTERM, with what
+was reached saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import shutil
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from tangram.cli import options, show
+from tangram.cli.options import Json
+from tangram.errors import InvalidConfig, InvalidInput, InvariantError, TangramError
+
+if TYPE_CHECKING:
+    from tangram.rl.affinity import Binding
+    from tangram.rl.training_settings import TrainSettings
+
+RUNS = Path("build/runs")
+EXIT_FAILED = 1
+
+EXAMPLES = """[bold]Examples[/bold]
+
+tangram train examples/multitask.toml
+
+tangram train examples/multitask.toml --explain  [dim]# what would be run, and who serves whom; nothing is started[/dim]
+
+tangram train examples/multitask.toml --set training.staleness=2 --set tasks.frozenlake.weight=2 --out build/runs/a2
+
+tangram train examples/multitask.toml --resume  [dim]# go on after Ctrl-C, or after a crash[/dim]
+
+tangram rl eval build/runs/multitask  [dim]# play held-out episodes with the newest checkpoint[/dim]
+"""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: engines, tasks, training.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="RUN", help=f"The folder of the run. Default: {RUNS}/ and the name of the config."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar="", help="Go on with the run in that folder, from its last checkpoint.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", metavar="", help="Delete the run in that folder first, and begin anew.")
+    ] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Instead of what the config says, such as training.staleness=2, tasks.NAME.weight=2 or"
+            " engines.0.count=2; several may be given.",
+        ),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", metavar="", help="Say what would be run, and start nothing.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of training.steps of the config.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, help="Instead of that of the config.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", metavar="", help="No live view.")] = False,
+    as_json: Json = False,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write the report there. Default: report.html in the run."),
+    ] = None,
+) -> None:
+    """Train a policy on the tasks of a config by reinforcement learning.
+
+    While it runs, a live view shows rewards, held-out scores, throughput and staleness. Ctrl-C finishes the step that
+    is under way, saves it and says how to go on; a second one does not wait for it.
+    """
+    if resume and fresh:
+        raise InvalidConfig("--fresh", True, "either --resume or --fresh")
+    settings = _settings(config, changes or [], steps, seed)
+    folder = out if out is not None else RUNS / config.stem
+    binding = _binding(config, settings)
+    if explain:
+        _explain(binding, settings, folder, as_json=as_json)
+        return
+    again = _command(config, out, changes or [], steps, seed)
+    _require_place(folder, again, resume=resume, fresh=fresh)
+    if report is not None:
+        options.output_files(report=report)
+    ended = asyncio.run(_run(settings, folder, resume=resume, quiet=quiet or as_json))
+    _say(ended, settings, folder, report, again, as_json=as_json)
+    if ended.code:
+        raise typer.Exit(ended.code)
+
+
+def _settings(config: Path, changes: list[str], steps: int | None, seed: int | None) -> TrainSettings:
+    import msgspec
+
+    from tangram.cli.training_config import load_with
+    from tangram.rl.training_settings import TrainSettings
+
+    settings = load_with(TrainSettings, config, changes)
+    if steps is not None:
+        settings = msgspec.structs.replace(settings, training=msgspec.structs.replace(settings.training, steps=steps))
+    return settings if seed is None else msgspec.structs.replace(settings, seed=seed)
+
+
+def _binding(config: Path, settings: TrainSettings) -> Binding:
+    """Raises InvalidConfig for tasks and classes that there are not."""
+    from tangram.rl.affinity import explain
+    from tangram.rl.assembly import tasks_of
+
+    sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
+    try:
+        tasks_of(settings)
+        return explain(settings)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
+
+
+def _explain(binding: Binding, settings: TrainSettings, folder: Path, *, as_json: bool) -> None:
+    import msgspec
+
+    from tangram.cli.train_plan import lines, planned
+
+    plan = planned(settings, folder)
+    if as_json:
+        show.as_json({**plan, "binding": msgspec.to_builtins(binding)})
+    else:
+        typer.echo("\n".join([*lines(plan), "", *binding.lines()]))
+
+
+def _command(config: Path, out: Path | None, changes: list[str], steps: int | None, seed: int | None) -> str:
+    """That goes on with this run."""
+    words = ["tangram", "train", str(config), *(["--out", str(out)] if out is not None else [])]
+    words += [word for change in changes for word in ("--set", change)]
+    words += ["--steps", str(steps)] if steps is not None else []
+    words += ["--seed", str(seed)] if seed is not None else []
+    return shlex.join([*words, "--resume"])
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+def _require_place(folder: Path, again: str, *, resume: bool, fresh: bool) -> None:
+    """Raises InvalidConfig, if there is a run and none is expected, or the other way round."""
+    from tangram.rl.run_folder import METRICS, SETTINGS
+
+    there = any((folder / name).exists() for name in (SETTINGS, METRICS))
+    if resume and not there:
+        raise InvalidConfig("--resume", str(folder), "the folder of a run: there is none in it; begin without --resume")
+    if not resume and there:
+        if not fresh:
+            expected = f"a folder without a run. Go on with the one in it: {again}; or begin another with --out RUN;"
+            raise InvalidConfig("--out", str(folder), f"{expected} or delete it and begin anew with --fresh")
+        _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    """The run in it, and nothing else that lies there. Raises InvalidConfig, if somebody trains in it."""
+    from tangram.rl.run_folder import (
+        CHECKPOINTS,
+        METRICS,
+        OWNER,
+        REPORT,
+        SAMPLES,
+        SETTINGS,
+        TENSORBOARD,
+        open_run,
+        read_settings,
+    )
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(open_run(folder, read_settings(folder), resume=True))
+        except InvalidConfig as error:
+            if error.field == "folder" and (folder / SETTINGS).is_file():
+                raise  # somebody works in it; whatever else is wrong with it goes with it
+        for name in (CHECKPOINTS, SAMPLES, TENSORBOARD):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in (METRICS, REPORT, OWNER, SETTINGS):
+            (folder / name).unlink(missing_ok=True)
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    code: int
+    cause: str
+    """`steps`, `seconds`, `interrupted`, or what went wrong."""
+
+
+async def _run(settings: TrainSettings, folder: Path, *, resume: bool, quiet: bool) -> Ended:
+    """Until it is over or stopped. Raises InvalidInput for what has to be changed, and InvariantError."""
+    from tangram.cli.train_summary import NORMAL
+    from tangram.rl.pipeline import train
+    from tangram.rl.training_progress import TrainingProgress
+
+    view = TrainingProgress(settings, quiet=quiet)
+    with view:
+        running = asyncio.ensure_future(
+            train(settings, folder, resume=resume, tell=view.tell, progress=view.starting, watch=view)
+        )
+        stopped = _Stopping(running, view)
+        with stopped:
+            try:
+                over = await running
+            except asyncio.CancelledError:
+                if stopped.by is None:
+                    raise
+                return Ended(128 + stopped.by, "interrupted")
+            except (InvalidInput, InvariantError):
+                raise
+            except TangramError as error:
+                return Ended(EXIT_FAILED, str(error))
+    if stopped.by is not None:
+        return Ended(128 + stopped.by, "interrupted")
+    return Ended(0 if over.cause in NORMAL else EXIT_FAILED, over.cause)
+
+
+class _Stopping:
+    """Ctrl-C and SIGTERM end the run in its own way: by cancelling it, once more for each further signal."""
+
+    def __init__(self, running: asyncio.Future[Any], view: Any) -> None:
+        self.by: int | None = None
+        self._running, self._view = running, view
+
+    def __enter__(self) -> _Stopping:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _stop(self, number: int) -> None:
+        from tangram.rl.training_records import Noticed
+
+        if self.by is None:
+            self.by = number
+            text = "the step that is under way is finished and saved; once more stops it at once"
+            self._view.tell(Noticed(at_s=self._view.elapsed_s(), kind=signal.Signals(number).name, text=text))
+        self._running.cancel()
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def _say(
+    ended: Ended, settings: TrainSettings, folder: Path, report: Path | None, again: str, *, as_json: bool
+) -> None:
+    from tangram.cli.train_summary import print_places, print_summary, summary
+    from tangram.rl.metrics_log import read_metrics
+    from tangram.rl.run_folder import METRICS, TENSORBOARD
+
+    path = folder / METRICS
+    lines = read_metrics(path) if path.exists() else []
+    found = {**summary(lines, settings, folder), "exit_code": ended.code}
+    found["cause"] = ended.cause or found["cause"]
+    tensorboard = folder / TENSORBOARD
+    written = _report(folder, report) if lines else None
+    found["report"] = str(written) if written is not None else ""
+    if as_json:
+        show.as_json(found)
+    elif lines:
+        print_summary(found)
+        print_places(found, tensorboard if tensorboard.is_dir() else None, written)
+        if not tensorboard.is_dir():
+            typer.echo("no log for TensorBoard: pip install 'arl-tangram[rl]' brings what writes it", err=True)
+    if ended.code == EXIT_FAILED:
+        typer.echo(f"tangram: the run failed: {ended.cause}", err=True)
+    if ended.code and folder.joinpath(METRICS).exists():
+        typer.echo(f"go on with it: {again}", err=True)
+
+
+def _report(folder: Path, report: Path | None) -> Path | None:
+    """Made of the folder; a run that trained stays one that did, whatever is wrong with its report."""
+    try:
+        from tangram.rl.training_report import write_report
+    except ImportError:
+        return None
+    target = report if report is not None else folder / "report.html"
+    try:
+        write_report(folder, target)
+    except (TangramError, OSError) as error:
+        typer.echo(f"tangram: no report: {error}", err=True)
+        return None
+    return target

@@ -1,0 +1,168 @@
+"""The pipeline: rollout, rewards, training and weights of one run, joined.
+
+    over = await train(settings, Path("build/runs/mine"))
+    over = await train(settings, Path("build/runs/mine"), resume=True)    # after whatever ended it
+
+Owns what a run is made of, in which order, and that all of it is taken down again. What happens when is training.py;
+here nothing happens but a beginning, a resumption and an end. Promises that no sample is trained on twice in the
+lineage of the weights that survive, none older than the bound, and none lost without a word, whoever dies meanwhile;
+and that nothing of a run is left but its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tangram.client.client import Client
+from tangram.rl.assembly import assembled
+from tangram.rl.buffer import SampleBuffer
+from tangram.rl.codec import Codec
+from tangram.rl.engines.base import Sampling, Weights
+from tangram.rl.environments.sharing import Progress
+from tangram.rl.episode import Episode
+from tangram.rl.gateway_records import Event
+from tangram.rl.metrics_log import MetricsLog
+from tangram.rl.records import Ticket
+from tangram.rl.recovery import recovered
+from tangram.rl.rollout import Watches, tickets
+from tangram.rl.run_folder import RunFolder, open_run
+from tangram.rl.trainer_process import ProcessTrainer
+from tangram.rl.training import Training
+from tangram.rl.training_records import AnyLine, Began, Over
+from tangram.rl.training_settings import TrainSettings
+
+STOP_S_MAX = 60.0
+"""For the step that is under way when a run is interrupted, and its checkpoint."""
+
+
+async def train(
+    settings: TrainSettings,
+    folder: Path,
+    *,
+    resume: bool = False,
+    tell: Callable[[AnyLine], None] | None = None,
+    client: Client | None = None,
+    progress: Progress | None = None,
+    watch: Watches | None = None,
+) -> Over:
+    """Trains a policy, from the beginning or from the last checkpoint of the folder, until its steps are done. `tell`
+    is given each line of its metrics, `watch` what happens in its rollout, `progress` what takes long before the first
+    step. Cancelled, it finishes the step that is under way, saves it and raises CancelledError. Raises InvalidConfig,
+    and ManagerError for what cannot go on; what was reached is saved then, as far as it can be."""
+    require_trainable(settings)
+    with open_run(folder, settings, resume=resume) as run, MetricsLog(folder, resume=resume) as log:
+
+        def both(line: AnyLine) -> None:
+            log.tell(line)
+            if tell is not None:
+                tell(line)
+
+        async with _begun(settings, run, both, client, progress, watch, resume) as training:
+            return await _until_over(training)
+
+
+def require_trainable(settings: TrainSettings) -> None:
+    """Raises InvalidConfig for what can be played and not trained on."""
+    drawn = settings.sampling
+    Sampling(
+        temperature=drawn.temperature, top_k=drawn.top_k, top_p=drawn.top_p, keep_ids=drawn.keep_ids
+    ).require_trainable()
+
+
+async def _until_over(training: Training) -> Over:
+    """Interrupted, it has time to finish; interrupted again, it has none."""
+    working = asyncio.create_task(training.run(), name="training")
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        if not working.done():
+            training.stop("interrupted")
+            await asyncio.wait({working}, timeout=STOP_S_MAX)
+        raise
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _begun(
+    settings: TrainSettings,
+    run: RunFolder,
+    tell: Callable[[AnyLine], None],
+    client: Client | None,
+    progress: Progress | None,
+    watch: Watches | None,
+    resume: bool,
+) -> AsyncIterator[Training]:
+    found = run.latest() if resume else None
+    back = recovered(found, run.samples_after(found.step)) if found is not None else None
+    bounds = bounds_of(settings)
+    buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
+    async with AsyncExitStack() as stack:
+        trainers: list[ProcessTrainer] = []
+
+        async def first(codec: Codec, folder: Path) -> Weights:
+            trainer = ProcessTrainer(settings, codec.size, folder)
+            stack.push_async_callback(trainer.close)
+            trainers.append(trainer)
+            return await trainer.start(found.path if found is not None else None)
+
+        def fresh(episode: Episode) -> bool:
+            return training.fresh(episode)
+
+        def on_event(event: Event) -> None:
+            if begun:
+                training.happened(event)
+
+        begun = False
+        assembly = assembled(
+            settings, client=client, watch=watch, on_event=on_event, progress=progress, first=first, fresh=fresh,
+            barrier=settings.training.mode == "sync",
+        )  # fmt: skip
+        made = await stack.enter_async_context(assembly)
+        log = run.go_on(found)
+        at_s = found.state.at_s if found is not None else 0.0
+        training = Training(
+            settings, run, log, made, trainers[0], buffer, upcoming(settings, buffer),
+            state=found.state if found is not None else None, tell=tell, progress=progress,
+        )  # fmt: skip
+        stack.callback(training.close)
+        begun = True
+        tell(
+            Began(
+                at_s=at_s,
+                began_at=time.time() - at_s,
+                step=buffer.version,
+                mode=settings.training.mode,
+                alpha=settings.training.alpha,
+                settings=msgspec.to_builtins(settings),
+                resumed_from=str(found.path) if found is not None else "",
+                left=back.text if back is not None else "",
+            )
+        )
+        yield training
+
+
+def bounds_of(settings: TrainSettings) -> dict[str, Any]:
+    """What a sample buffer of the run is made with."""
+    schedule = settings.training
+    return dict(
+        batch=schedule.batch,
+        alpha=schedule.alpha,
+        enforced=schedule.mode != "start-bound",
+        bytes_max=schedule.buffer_bytes,
+        batch_min=schedule.batch_min,
+        wait_s=schedule.batch_wait_s,
+    )
+
+
+def upcoming(settings: TrainSettings, buffer: SampleBuffer) -> Iterator[Ticket]:
+    """What was not begun yet."""
+    return (each for each in tickets(settings) if not buffer.knows(each.number))

@@ -1,0 +1,206 @@
+"""`tangram rl eval`: held-out episodes, played by real engines with the weights of a real checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.rl.rollout.world import CODEC, PATH, Plan, Talker, World, run
+
+from tangram.clock import VirtualLoop
+from tangram.rl.checkpoints import RunState, folder_name, seal, write_state
+from tangram.rl.environments.registry import resolve, words_of
+from tangram.rl.evaluation import SEED_FIRST, evaluate, held_out
+from tangram.rl.rollout import Rollout, tickets
+from tangram.rl.run_folder import CHECKPOINTS, open_run
+from tangram.rl.settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.training_settings import EvaluationSettings, TrainSettings
+
+Cli = Callable[..., Any]
+
+if os.environ.get("CI") != "true":
+    pytest.importorskip("torch")
+
+SETTINGS = TrainSettings(
+    engines=(EngineSettings(slots=8),),
+    tasks=(TaskSettings(name="frozenlake"), TaskSettings(name="chain")),
+    evaluation=EvaluationSettings(episodes=3),
+)
+
+
+def saved(folder: Path, seed: int) -> None:
+    """A checkpoint of a policy that has learned nothing."""
+    from tangram.rl.assembly import WORDS
+    from tangram.rl.codec import Words
+    from tangram.rl.nn.checkpoint import save
+    from tangram.rl.nn.transformer import Transformer, small
+
+    words = Words(words_of([resolve("frozenlake"), resolve("chain")])).words
+    save(Transformer.new(small(len(words), layers=1, width=16, heads=2, context_max=256), seed), folder)
+    (folder / WORDS).write_bytes(msgspec.json.encode(words))
+
+
+def run_state(step: int) -> RunState:
+    from tangram.rl.buffer import BufferState
+
+    empty = BufferState(
+        version=step, waiting=(), in_flight=(), trained=(), dropped=(), dropped_by_cause={}, trajectories_discarded=0,
+        tokens_discarded=0, bytes_mean=0.0, puts=0,
+    )  # fmt: skip
+    return RunState(version=step, step=step, ticket_next=0, buffer=empty, at_s=1.0)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run with two checkpoints."""
+    folder = tmp_path / "run"
+    with open_run(folder, SETTINGS, resume=False):
+        for step in (0, 20):
+            path = folder / CHECKPOINTS / folder_name(step)
+            saved(path, seed=step)
+            write_state(path, run_state(step))
+            seal(path)
+    return folder
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_of_a_run_is_played_on_held_out_seeds(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "played.jsonl"
+    told = cli("rl", "eval", trained, "--out", out, "--json").json
+    assert told["step"] == 20 and told["checkpoint"].endswith("00000020") and told["temperature"] == 1.0
+    assert {name: row["episodes"] for name, row in told["tasks"].items()} == {"frozenlake": 3, "chain": 3}
+    assert all(sum(row["endings"].values()) == 3 for row in told["tasks"].values())
+    records = [json.loads(line)["record"] for line in out.read_text().splitlines()[1:]]
+    assert {record["seed"] for record in records} == {SEED_FIRST, SEED_FIRST + 1, SEED_FIRST + 2}
+    assert {record["group"].split("/")[1] for record in records} == {"eval-0", "eval-1", "eval-2"}
+    assert cli("rl", "show", out, "--json").code == 0
+
+
+def test_one_checkpoint_one_task_and_the_most_likely_tokens(cli: Cli, trained: Path) -> None:
+    first = trained / CHECKPOINTS / folder_name(0)
+    asked = ("rl", "eval", first, "--task", "chain", "--episodes", 4, "--greedy", "--seed", 7)
+    done = cli(*asked)
+    assert done.code == 0, done.err
+    assert f"checkpoint {first}\ntemperature 0, " in done.out and "frozenlake" not in done.out
+    told = cli(*asked, "--json").json
+    assert told["step"] == 0 and told["tasks"]["chain"]["episodes"] == 4
+    assert f"{told['tasks']['chain']['mean']:.3f}" in done.out, "the same weights do the same"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(cli: Cli, trained: Path) -> None:
+    with (trained / CHECKPOINTS / folder_name(20) / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    done = cli("rl", "eval", trained, "--task", "chain", "--episodes", 1, "--json")
+    assert done.json["step"] == 0 and "00000020" in done.err
+
+
+def test_a_checkpoint_outside_of_a_run_needs_a_config(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone" / "weights"
+    alone.parent.mkdir()
+    (trained / CHECKPOINTS / folder_name(0)).rename(alone)
+    wrong = cli("rl", "eval", alone)
+    assert wrong.code == 2 and "--config" in wrong.err
+    config = tmp_path / "other.toml"
+    config.write_text('[evaluation]\nepisodes = 2\ntemperature = 0.5\n[[tasks]]\nname = "chain"\n')
+    told = cli("rl", "eval", alone, "--config", config, "--json").json
+    assert told["step"] is None and told["temperature"] == 0.5 and told["tasks"]["chain"]["episodes"] == 2
+
+
+def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    assert "did you mean chain?" in cli("rl", "eval", trained, "--task", "chian").err
+    assert cli("rl", "eval", trained, "--greedy", "--temperature", 1).code == 2
+    assert "from 0 to 100" in cli("rl", "eval", trained, "--temperature", -1).err
+    assert cli("rl", "eval", tmp_path / "none").code == 2
+    there = tmp_path / "mine.jsonl"
+    there.write_text("mine")
+    assert cli("rl", "eval", trained, "--out", there).code == 2 and there.read_text() == "mine"
+    with open_run(tmp_path / "empty", SETTINGS, resume=False):
+        pass
+    assert "has none yet" in cli("rl", "eval", tmp_path / "empty").err
+
+
+# ---- held-out seeds and scores ----------------------------------------------------------------------------------
+
+
+def test_held_out_seeds_are_never_trained_on_and_always_the_same() -> None:
+    settings = RolloutSettings(tasks=(TaskSettings(name="a"), TaskSettings(name="b", weight=9.0)))
+    upcoming = tickets(settings)
+    assert all(next(upcoming).seed < SEED_FIRST for _ in range(1000))
+    first, second = (held_out(settings, 5, temperature=0.5, number=number) for number in (0, 1))
+    assert [each.seed for each in first] == [each.seed for each in second] and min(each.seed for each in first) >= 2**31
+    assert not {each.group for each in first} & {each.group for each in second}
+    assert {each.task for each in first[:2]} == {"a", "b"}, "evenly mixed, whatever their weights"
+    assert {(each.size, each.temperature) for each in first} == {(1, 0.5)}
+    other = held_out(msgspec.structs.replace(settings, seed=99), 5, temperature=0.5)
+    assert other == first
+
+
+@pytest.mark.parametrize("name", ["frozenlake", "chain"])
+def test_built_in_tasks_take_held_out_seeds(name: str) -> None:
+    from tangram.rl.environments.base import Outside
+
+    async def observed() -> list[str]:
+        environment = resolve(name)(Outside())
+        try:
+            return [await environment.reset(SEED_FIRST + index) for index in (0, 0, 1)]
+        finally:
+            await environment.close()
+
+    once, again, other = asyncio.run(observed())
+    assert once == again != other
+
+
+def test_questions_are_made_of_held_out_seeds() -> None:
+    from tangram.rl.environments.lookup import question_of
+
+    assert question_of(SEED_FIRST) == question_of(SEED_FIRST)
+    assert len({question_of(SEED_FIRST + index) for index in range(20)}) > 1
+
+
+def scored(plan: Callable[[str, int], Plan], episodes: int, **groups: Any) -> Any:
+    settings = RolloutSettings(
+        engines=(EngineSettings(),),
+        tasks=(TaskSettings(name="a", environment=PATH, retries=0),),
+        groups=GroupSettings(size=4, members_extra=2, **groups),
+    )
+
+    async def playing() -> Any:
+        world, talker = World(plan), Talker()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        async with Rollout(settings, talker, CODEC, on_end=world.ended.append, clock=loop.clock) as rollout:
+            found = await evaluate(rollout, held_out(settings, episodes, temperature=1.0))
+        world.check(rollout)
+        return found
+
+    return run(playing())
+
+
+def test_scores_are_the_mean_and_its_standard_error() -> None:
+    rewards = {"a/eval-0": 0.0, "a/eval-1": 1.0, "a/eval-2": 1.0, "a/eval-3": 0.0}
+    scores = scored(lambda trajectory, _: Plan(reward=rewards["/".join(trajectory.split("/")[:2])]), 4)
+    assert scores.mean == {"a": 0.5} and scores.episodes == {"a": 4}
+    assert scores.spread["a"] == pytest.approx((1 / 3) ** 0.5 / 2)
+    assert scores.endings == {"a": {"finished": 4}} and not scores.causes
+
+
+def test_an_episode_that_the_infrastructure_failed_is_in_no_mean() -> None:
+    def plan(trajectory: str, _: int) -> Plan:
+        return Plan(fail="step") if trajectory.startswith("a/eval-1/") else Plan(reward=0.75)
+
+    scores = scored(plan, 3, on_loss="drop")
+    assert scores.mean == {"a": 0.75} and scores.episodes == {"a": 2}
+    assert scores.endings["a"] == {"finished": 2, "env_failed": 1} and "connection lost" in scores.causes["a"]
+
+
+def test_a_task_without_any_reward_has_no_score() -> None:
+    scores = scored(lambda *_: Plan(fail="reset"), 2, on_loss="drop")
+    assert scores.mean == {} and scores.episodes == {} and scores.endings["a"] == {"env_failed": 2}

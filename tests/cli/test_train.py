@@ -1,0 +1,386 @@
+"""`tangram train`: its command line, what it says at the end, and how it ends, with a pipeline that tells a script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.cli.training_config import load_with
+from tangram.errors import InvalidConfig, ManagerError
+from tangram.rl.metrics_log import MetricsLog
+from tangram.rl.run_folder import open_run
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
+from tangram.rl.training_settings import TrainSettings
+
+Cli = Callable[..., Any]
+
+CONFIG = """
+seed = 3
+[training]
+steps = 4
+batch = 2
+[groups]
+size = 2
+[[tasks]]
+name = "frozenlake"
+warm_until = 0.5
+[[tasks]]
+name = "chain"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def step(number: int, reward: float) -> Trained:
+    task = TaskStep(groups=1, trajectories=2, reward=reward, turns=1.0, tokens=9.0, staleness_mean=0.0, staleness_max=0)
+    return Trained(
+        at_s=10.0 + number,
+        step=number,
+        step_s=1.0,
+        wait_s=0.25,
+        train_s=0.5,
+        push_s=0.1,
+        metrics={"loss": 0.5, "tokens": 36.0},
+        tasks={"frozenlake": task, "chain": task},
+        staleness=(3, 1),
+        dropped={"stale": 1} if number == 2 else {},
+    )
+
+
+class Scripted:
+    """A pipeline that does what it is told, in a real folder with a real log."""
+
+    def __init__(self) -> None:
+        self.settings: TrainSettings | None = None
+        self.resumed = False
+        self.fail: Exception | None = None
+        self.cause = "steps"
+
+    async def __call__(
+        self,
+        settings: TrainSettings,
+        folder: Path,
+        *,
+        resume: bool = False,
+        tell: Callable[[AnyLine], None] | None = None,
+        client: object = None,
+        progress: Callable[[float, str], None] | None = None,
+        watch: object = None,
+    ) -> Over:
+        self.settings, self.resumed = settings, resume
+        with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:
+
+            def both(line: AnyLine) -> None:
+                log.tell(line)
+                assert tell is not None
+                tell(line)
+
+            assert progress is not None
+            progress(0.5, "starting")
+            first = 2 if resume else 0
+            came = "00000002" if resume else ""
+            both(Began(at_s=0.0, began_at=0.0, step=first, mode="rollart", alpha=1, resumed_from=came))
+            if not resume:
+                both(Warmed(at_s=5.0, step=30, loss=0.2, scores={"frozenlake": 0.4}, over=True))
+                both(Evaluated(at_s=6.0, step=0, seconds=1.0, scores={"frozenlake": 0.4, "chain": 0.1}))
+            for number in range(first + 1, settings.training.steps + 1):
+                both(step(number, number / 10))
+                await asyncio.sleep(0)
+            if self.fail is not None:
+                raise self.fail
+            both(Noticed(at_s=15.0, kind="engine", text="engine-0 was lost and is back"))
+            both(Evaluated(at_s=16.0, step=4, seconds=1.0, scores={"frozenlake": 0.9, "chain": 0.75}))
+            over = Over(at_s=17.0, step=4, cause=self.cause, checkpoint=str(folder / "checkpoints" / "00000004"))
+            both(over)
+            return over
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    found = Scripted()
+    monkeypatch.setattr("tangram.rl.pipeline.train", found)
+    return found
+
+
+# ---- a run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_what_was_reached_and_where_everything_is(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    done = cli("train", config)
+    assert done.code == 0, done.err
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["frozenlake", "0.400", "0.400", "0.900", "0.400", "8"] in rows
+    assert ["chain", "0.100", "0.750", "0.400", "8"] in rows
+    assert "rollart, α 1: 4 steps in 17 s" in done.out
+    assert "16 samples, at most 1 versions old; groups that were dropped: 1 stale" in done.out
+    assert "noticed: engine: engine-0 was lost and is back" in done.out
+    assert "report:      build/runs/small/report.html" in done.out and Path("build/runs/small/report.html").is_file()
+    assert "tensorboard --logdir build/runs/small/tensorboard" in done.out
+    assert "tangram rl eval build/runs/small" in done.out and "00000004" in done.out
+
+
+def test_json_prints_the_summary_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    told = cli("train", config, "--json").json
+    assert (told["steps"], told["cause"], told["exit_code"], told["samples"]) == (4, "steps", 0, 16)
+    assert told["tasks"]["chain"]["first_evaluation"] == 0.1 and told["tasks"]["chain"]["last_evaluation"] == 0.75
+    assert told["report"] and told["staleness_max"] == 1
+
+
+def test_without_a_terminal_the_view_is_a_line(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert "over: step 4 of 4 (steps); reward frozenlake 0.400" in cli("train", config).err
+    assert "step 4" not in cli("train", config, "--fresh", "--quiet").err
+
+
+def test_the_report_goes_where_it_is_wanted(cli: Cli, config: Path, pipeline: Scripted, tmp_path: Path) -> None:
+    assert cli("train", config, "--report", tmp_path / "deep" / "mine.html").code == 0
+    assert (tmp_path / "deep" / "mine.html").is_file()
+    assert not Path("build/runs/small/report.html").exists()
+
+
+def test_options_change_what_the_config_says(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert cli("train", config, "--seed", 9, "--steps", 3, "--set", "tasks.chain.weight=2.5", "--out", "mine").code == 0
+    settings = pipeline.settings
+    assert settings is not None and (settings.seed, settings.training.steps) == (9, 3)
+    assert settings.task("chain").weight == 2.5 and Path("mine/settings.json").is_file()
+
+
+# ---- the folder -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_there_is_not_overwritten(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert cli("train", config, "--steps", 2).code == 0
+    before = Path("build/runs/small/metrics.jsonl").read_bytes()
+    wrong = cli("train", config, "--seed", 5)
+    assert wrong.code == 2 and Path("build/runs/small/metrics.jsonl").read_bytes() == before
+    assert f"tangram train {config} --seed 5 --resume" in wrong.err
+    assert "--out RUN" in wrong.err and "--fresh" in wrong.err
+
+
+def test_resume_goes_on_and_counts_all(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert cli("train", config, "--steps", 3).code == 0
+    told = cli("train", config, "--resume", "--json").json
+    assert pipeline.resumed and told["steps"] == 4
+    assert told["samples"] == 16, "the third step was lost and done again"
+    assert told["tasks"]["frozenlake"]["warm"] == 0.4
+
+
+def test_there_must_be_something_to_resume(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    wrong = cli("train", config, "--resume")
+    assert wrong.code == 2 and "begin without --resume" in wrong.err and pipeline.settings is None
+    assert cli("train", config, "--resume", "--fresh").code == 2
+
+
+def test_fresh_deletes_the_run_and_nothing_else(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    folder = Path("build/runs/small")
+    assert cli("train", config).code == 0
+    (folder / "notes.txt").write_text("mine")
+    (folder / "checkpoints" / "00000004").mkdir(parents=True)
+    assert cli("train", config, "--fresh", "--json").json["samples"] == 16
+    assert (folder / "notes.txt").read_text() == "mine" and not (folder / "checkpoints" / "00000004").exists()
+
+
+def test_a_run_that_somebody_trains_is_not_deleted(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert cli("train", config).code == 0
+    with open_run(Path("build/runs/small"), load_with(TrainSettings, config), resume=True):
+        wrong = cli("train", config, "--fresh")
+    assert wrong.code == 2 and "nobody trains in" in wrong.err
+    assert Path("build/runs/small/metrics.jsonl").exists()
+
+
+# ---- how it ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_failed_ends_with_1_and_its_cause(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    pipeline.fail = ManagerError("the trainer died 4 times in a row")
+    failed = cli("train", config)
+    assert failed.code == 1 and "the run failed: the trainer died 4 times in a row" in failed.err
+    assert "frozenlake" in failed.out and f"go on with it: tangram train {config} --resume" in failed.err
+
+
+def test_an_end_that_was_not_meant_is_a_failure(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    pipeline.cause = "3 stalls in a row"
+    failed = cli("train", config, "--json")
+    assert failed.code == 1 and failed.json["cause"] == "3 stalls in a row" and "3 stalls in a row" in failed.err
+
+
+def test_settings_that_cannot_be_trained_with_end_with_2(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    pipeline.fail = InvalidConfig("sampling.top_k", 5, "0")
+    wrong = cli("train", config)
+    assert wrong.code == 2 and "sampling.top_k" in wrong.err
+
+
+WAITS = """
+import asyncio, sys
+import tangram.rl.pipeline as pipeline
+from tangram.rl.metrics_log import MetricsLog
+from tangram.rl.run_folder import open_run
+from tangram.rl.training_records import Began, Over
+
+async def train(settings, folder, *, resume=False, tell=None, client=None, progress=None, watch=None):
+    with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:
+        log.tell(Began(at_s=0.0, began_at=0.0, mode="rollart", alpha=1))
+        print("ready", flush=True)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if {patient}:
+                print("saving", flush=True)
+                await asyncio.Event().wait()
+            log.tell(Over(at_s=1.0, step=0, cause="interrupted", checkpoint="there"))
+            raise
+
+pipeline.train = train
+from tangram.cli import main
+sys.argv = ["tangram", "train", {config!r}]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(config: Path, number: int, code: int) -> None:
+    out, err, ended = _signalled(config, [number], patient=False)
+    assert ended == code
+    assert f"go on with it: tangram train {config} --resume" in err
+    assert "checkpoint:  there" in out and "Traceback" not in err
+    assert "is finished and saved" in err
+
+
+def test_a_second_signal_does_not_wait(config: Path) -> None:
+    _, err, ended = _signalled(config, [signal.SIGINT, signal.SIGINT], patient=True)
+    assert ended == 130 and "Traceback" not in err
+
+
+def _signalled(config: Path, numbers: list[int], *, patient: bool) -> tuple[str, str, int]:
+    program = textwrap.dedent(WAITS.format(config=str(config), patient=patient))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    running = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=config.parent, env=environment,
+    )  # fmt: skip
+    with running:
+        try:
+            assert running.stdout is not None
+            waited = []
+            for number, expected in zip(numbers, ("ready", "saving"), strict=False):
+                line = running.stdout.readline()
+                assert line.strip() == expected, running.communicate(timeout=60)
+                waited.append(line)
+                running.send_signal(number)
+            out, err = running.communicate(timeout=120)
+        finally:
+            running.kill()
+    return "".join(waited) + out, err, running.returncode
+
+
+# ---- --explain and --set ----------------------------------------------------------------------------------------
+
+
+def test_explain_says_what_would_be_run_and_starts_nothing(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    said = cli("train", config, "--explain", "--set", "training.mode=one-off")
+    assert said.code == 0 and pipeline.settings is None and not Path("build").exists()
+    assert "one-off, α 1: the next batch is played by the old weights" in said.out
+    assert "4; each of 2 groups of 2, 4 trajectories; at most 4 groups" in said.out
+    assert "until frozenlake has 0.5" in said.out
+    assert "nothing: all tasks are played and rewarded inside this process" in said.out
+    assert "no preference: the engine with the least to do" in said.out
+    told = cli("train", config, "--explain", "--json").json
+    assert told["mode"] == "rollart" and told["binding"]["tasks"][0]["task"] == "frozenlake"
+
+
+def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:
+    config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
+    said = cli("train", config, "--explain", "--set", "outside.backend=process")
+    assert "process; acts there: codefix; rewarded there: codefix by command" in said.out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("training.stalness=2", "did you mean staleness?"),
+        ("trainig.staleness=2", "did you mean training?"),
+        ("staleness=2", "it is a key of [training]"),
+        ("training.staleness=two", "a whole number, at least 0"),
+        ("training.staleness=[1", "a value as TOML has it"),
+        ("training.staleness=", "a value as TOML has it"),
+        ("training.staleness.x=1", "a whole number, at least 0"),
+        ("training", "key=value"),
+        (".x=1", "key=value"),
+        ("tasks.frozenlak.weight=2", "did you mean frozenlake?"),
+        ("tasks.2.weight=2", "0 to 1"),
+        ("tasks.chain.wieght=2", "did you mean weight?"),
+        ("tasks=3", "tasks.NAME.KEY=VALUE"),
+        ("objective.correction=none", "in mode rollart samples are older"),
+        ("training.batch_min=2", "both batch_min and batch_wait_s"),
+    ],
+)
+def test_what_is_wrong_with_a_change_is_said_of_it(cli: Cli, config: Path, change: str, said: str) -> None:
+    wrong = cli("train", config, "--set", "training.steps=7", "--set", change, "--explain")
+    assert wrong.code == 2 and f"--set {change}" in wrong.err and said in wrong.err
+
+
+def test_what_is_wrong_with_the_file_is_said_of_the_file(cli: Cli, config: Path) -> None:
+    config.write_text(CONFIG.replace("batch = 2", "bacth = 2"))
+    wrong = cli("train", config, "--set", "training.steps=7", "--explain")
+    assert wrong.code == 2 and f"{config}:5" in wrong.err and "did you mean batch?" in wrong.err
+    config.write_text(CONFIG.replace('"chain"', '"chian"'))
+    wrong = cli("train", config, "--explain")
+    assert wrong.code == 2 and str(config) in wrong.err and "chain" in wrong.err
+    assert cli("train", config.parent / "none.toml").code == 2
+    config.write_text("[training\n")
+    assert f"{config}:1" in cli("train", config, "--set", "seed=1").err
+    config.write_bytes(b"run = '\xff'\n")
+    assert "UTF-8" in cli("train", config).err
+
+
+def test_changes_are_values_of_toml_or_plain_words(config: Path) -> None:
+    changes = [
+        "training.mode=start-bound",
+        'run="two words"',
+        "tasks.0.options.size=4",
+        "tasks.chain.reward.kind=environment",
+        "tasks.chain.options.names=['a', \"b\", 1.5, true]",
+        "engines.0.count=2",
+        "training.seconds_max = 1e3",
+        "policy.checkpoint=weights",
+        "training.batch_min=1",
+        "training.batch_wait_s=2",
+    ]
+    settings = load_with(TrainSettings, config, changes)
+    assert (settings.training.mode, settings.run, settings.training.seconds_max) == ("start-bound", "two words", 1000.0)
+    assert settings.task("frozenlake").options == {"size": 4}
+    assert settings.task("chain").options == {"names": ["a", "b", 1.5, True]}
+    assert settings.engines[0].count == 2 and settings.training.batch_wait_s == 2.0
+    assert settings.policy.checkpoint == str(config.parent / "weights"), "as in the file: from its folder"
+
+
+def test_a_change_may_give_what_the_file_lacks(config: Path) -> None:
+    config.write_text(CONFIG.replace("batch = 2", "batch = 2\nbatch_min = 1"))
+    assert load_with(TrainSettings, config, ["training.batch_wait_s=5"]).training.batch_min == 1
+
+
+def test_the_paths_of_teachers_start_at_the_folder_of_the_file(config: Path) -> None:
+    config.write_text(CONFIG + '[[teachers]]\nname = "wise"\ncheckpoint = "wise/weights"\n')
+    assert load_with(TrainSettings, config).teachers[0].checkpoint == str(config.parent / "wise" / "weights")
+
+
+def test_a_rollout_takes_the_config_of_a_training_run(cli: Cli, config: Path) -> None:
+    said = cli("rl", "rollout", config, "--explain")
+    assert said.code == 0 and "frozenlake" in said.out
+    config.write_text(CONFIG.replace("batch = 2", "bacth = 2"))
+    assert "did you mean batch?" in cli("rl", "rollout", config, "--explain").err

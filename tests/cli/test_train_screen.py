@@ -1,0 +1,290 @@
+"""The live view of a training run: what it shows, that it fits and goes on by itself, and that nothing steers it."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+
+import msgspec
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from tests.rl import recordings
+
+from tangram.rl.records import Stage
+from tangram.rl.settings import TaskSettings
+from tangram.rl.training_progress import TRAINING, WARMING, TrainingProgress
+from tangram.rl.training_records import (
+    Began,
+    EngineUse,
+    Evaluated,
+    Noticed,
+    Over,
+    PoolUse,
+    TaskStep,
+    Trained,
+    Warmed,
+)
+from tangram.rl.training_screen import sparkline
+from tangram.rl.training_settings import TrainingSettings, TrainSettings
+
+NAMES = ("frozenlake", "chain", "codefix")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(width: int = 120, height: int = 40) -> Console:
+    return Console(
+        _environ={"TERM": "xterm"},
+        file=io.StringIO(),
+        force_terminal=True,
+        width=width,
+        height=height,
+        color_system="standard",
+        legacy_windows=False,
+    )
+
+
+def log() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def settings(*names: str) -> TrainSettings:
+    return TrainSettings(
+        tasks=tuple(TaskSettings(name=name) for name in names or NAMES),
+        training=TrainingSettings(steps=100, mode="rollart", staleness=2),
+    )
+
+
+def began(step: int = 0) -> Began:
+    return Began(at_s=0.0, began_at=1.0, step=step, mode="rollart", alpha=2)
+
+
+def trained(step: int, names: tuple[str, ...] = NAMES, **changes: object) -> Trained:
+    one = TaskStep(
+        groups=4, trajectories=32, reward=step / 100, turns=1.0, tokens=20.0, staleness_mean=0.25, staleness_max=1
+    )
+    values: dict[str, object] = {
+        "at_s": float(step),
+        "step": step,
+        "step_s": 2.0,
+        "wait_s": 0.5,
+        "train_s": 1.0,
+        "push_s": 0.1,
+        "metrics": {"loss": 0.25, "tokens": 640.0},
+        "tasks": dict.fromkeys(names, one),
+        "staleness": (72, 24),
+        "buffered": 3,
+        "in_flight": 12,
+        "stages": {"generate": 40, "step": 7},
+        "pools": (
+            PoolUse(name="cpu@local", total=2.0, actions=9, act_mean_s=0.25, act_p99_s=1.5, held_unit_s=2.0, waiting=4),
+        ),
+        "engines": (EngineUse(name="engine-0", version=7, busy_share=0.625, prefill_tokens=100, decode_tokens=50),),
+    }
+    return Trained(**(values | changes))  # type: ignore[arg-type]
+
+
+def shown(view: TrainingProgress, width: int = 120, height: int = 40) -> list[str]:
+    console = terminal(width, height)
+    view._console = console
+    with console.capture() as captured:
+        console.print(view.render())
+    return re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()
+
+
+def running(*lines: object, names: tuple[str, ...] = NAMES) -> TrainingProgress:
+    view = TrainingProgress(settings(*names), clock=Clock())
+    for line in (began(), *lines):
+        view.tell(line)  # type: ignore[arg-type]
+    return view
+
+
+# ---- what it shows ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_shows_rewards_scores_rates_staleness_pools_and_engines() -> None:
+    view = running(
+        *(trained(step) for step in range(1, 9)),
+        Evaluated(at_s=1.0, step=1, seconds=1.0, scores={"chain": 0.1}, spread={"chain": 0.02}),
+        Evaluated(at_s=8.0, step=8, seconds=1.0, scores={"chain": 0.7}, spread={"chain": 0.03}),
+        Noticed(at_s=9.0, kind="stall", text="17 trajectories wait for pool `search`"),
+    )
+    screen = "\n".join(shown(view))
+    assert "training" in screen and "step 8 of 100" in screen and "about 3 min 4 s left" in screen
+    assert "rollart, α 2" in screen and "48 trajectories/s, 320 tokens/s" in screen
+    assert "wait 25%, train 50%" in screen
+    assert re.search(r"staleness +0 █+ 75%  1 █+ 25%", screen)
+    assert "12 in play, 3 in the buffer" in screen
+    assert "generate 40, step 7" in screen
+    assert re.search(r"chain +0\.080 +▁+.* +0\.700 ±0\.03, first 0\.100 +2\n", screen)
+    assert re.search(r"cpu@local +250 ms +1\.5 s +50% +2 +4", screen)
+    assert re.search(r"engine-0 +7 +62%", screen)
+    assert "after 9 s: stall: 17 trajectories wait for pool `search`" in screen
+
+
+def test_before_the_first_step_it_says_what_it_does() -> None:
+    view = TrainingProgress(settings(), clock=Clock())
+    view.starting(0.5, "making images")
+    assert "making images" in "\n".join(shown(view))
+
+
+def test_the_warm_start_has_a_bar_of_its_own() -> None:
+    view = running(Warmed(at_s=1.0, step=20, loss=1.25, scores={"chain": 0.3}))
+    assert view.so_far.phase == WARMING
+    screen = "\n".join(shown(view))
+    assert "warm start" in screen and "step 20 of at most 400, loss 1.250" in screen
+    assert re.search(r"chain +0\.300", screen)
+    view.tell(Warmed(at_s=2.0, step=40, loss=0.5, scores={"chain": 0.5}, over=True, cause="reached by all"))
+    assert view.so_far.phase == TRAINING and "step 0 of 100" in "\n".join(shown(view))
+
+
+def test_a_run_that_went_back_counts_its_pace_anew() -> None:
+    view = running(trained(5, step_s=10.0), trained(6, step_s=10.0))
+    view.tell(trained(6, step_s=1.0))
+    assert view.so_far.left_s() == 94.0
+
+
+def test_a_run_that_is_over_says_why() -> None:
+    view = running(trained(1), Over(at_s=3.0, step=1, cause="seconds"))
+    assert "step 1 of 100 (seconds)" in "\n".join(shown(view))
+
+
+def test_what_trajectories_do_now_is_watched() -> None:
+    view = running(trained(1))
+    view.began("chain/0/0.0", "chain")
+    view.began("chain/0/1.0", "chain")
+    view.stage("chain/0/0.0", Stage.REWARD)
+    assert view.in_stages() == {"reward": 1, "beginning": 1}
+    view.ended(msgspec.structs.replace(recordings.played("chain", "random", 1), id="chain/0/0.0"))
+    assert view.in_stages() == {"beginning": 1}
+
+
+def test_sparks_go_from_low_to_high_and_show_what_is_below_0() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([-1.0, 0.0, 1.0]) == "▁▅█"
+    assert sparkline([3.0, 0.0]) == "█▁"
+    assert sparkline([0.0, 1.0], fancy=False).isascii() and sparkline([]) == ""
+
+
+def test_rewards_that_are_not_finite_are_left_out() -> None:
+    bad = msgspec.structs.replace(trained(1).tasks["chain"], reward=float("nan"))
+    view = running(trained(1, tasks={"chain": bad}), trained(2))
+    assert list(view.so_far.tasks["chain"].rewards) == [0.02]
+    shown(view)
+
+
+# ---- that it fits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 10), (20, 5)])
+@pytest.mark.parametrize("count", [0, 1, 3, 40])
+def test_it_fits(width: int, height: int, count: int) -> None:
+    names = tuple(f"task-{number}-of-a-long-name" for number in range(count))
+    pool, engine = trained(1).pools[0], trained(1).engines[0]
+    view = TrainingProgress(settings(*names) if names else TrainSettings(), clock=Clock())
+    view.tell(began())
+    pools = tuple(msgspec.structs.replace(pool, name=f"pool-{number}") for number in range(count))
+    engines = tuple(msgspec.structs.replace(engine, name=f"engine-{number}") for number in range(count))
+    for step in range(1, 80):
+        view.tell(trained(step, names, pools=pools, engines=engines, dropped={"stale": 1}, aborted=2))
+    for number in range(count):
+        view.tell(Noticed(at_s=1.0, kind="stall", text=f"number {number} " + "x" * 200))
+    rows = shown(view, width, height)
+    assert len(rows) < height
+    assert max(map(cell_len, rows)) <= width
+    assert "step 79" in rows[0] or width < 60
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    names = tuple(f"t{number:02}" for number in range(40))
+    rows = shown(running(trained(1, names), names=names), 80, 24)
+    first = next(at for at, row in enumerate(rows) if row.startswith("t00"))
+    last = next(at for at, row in enumerate(rows) if "more" in row)
+    assert rows[last].split() == ["and", str(40 - (last - first)), "more"]
+    assert any(row.startswith("cpu@local") for row in rows) and any(row.startswith("engine-0") for row in rows)
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    evil = "\x1b[2J\x07[bold]x"
+    view = TrainingProgress(settings("chain"), clock=Clock())
+    view.tell(began())
+    pool, engine = trained(1).pools[0], trained(1).engines[0]
+    view.tell(
+        trained(
+            1,
+            (evil,),
+            pools=(msgspec.structs.replace(pool, name=evil),),
+            engines=(msgspec.structs.replace(engine, name=evil),),
+            stages={evil: 1},
+            dropped={evil: 1},
+        )
+    )
+    view.tell(Noticed(at_s=0.0, kind=evil, text=evil))
+    view.starting(0.1, evil)
+    rows = "\n".join(shown(view)) + view.line()
+    assert "\x1b" not in rows and "\x07" not in rows and "\\x1b[2J\\x07[bold" in rows
+
+
+# ---- that it goes on by itself ----------------------------------------------------------------------------------
+
+
+def test_on_a_terminal_it_is_drawn_when_nothing_happens_and_leaves_one_line() -> None:
+    drawn = threading.Event()
+
+    class Drawn(TrainingProgress):
+        count = 0
+
+        def render(self) -> object:  # type: ignore[override]
+            self.count += 1
+            if self.count > 3:
+                drawn.set()
+            return super().render()
+
+    console = terminal()
+    with Drawn(settings(), console=console) as view:
+        view.tell(began())
+        view.tell(trained(1))
+        assert drawn.wait(30.0)
+    last = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text(console)).rstrip().splitlines()[-1]
+    assert last.startswith("training: step 1 of 100; reward frozenlake 0.010")
+
+
+def test_without_a_terminal_lines_come_when_nothing_happens() -> None:
+    told = threading.Event()
+
+    class Lines(io.StringIO):
+        def write(self, words: str) -> int:
+            count = super().write(words)
+            if self.getvalue().count("training: step 1 of 100") >= 2:
+                told.set()
+            return count
+
+    console = Console(file=Lines(), force_terminal=False, width=80)
+    with TrainingProgress(settings(), console=console, line_every_s=0.01) as view:
+        view.tell(began())
+        view.tell(trained(1))
+        assert told.wait(30.0)
+        view.tell(Noticed(at_s=61.0, kind="engine", text="engine-0 was lost"))
+    assert "noticed after 1 min 1 s: engine: engine-0 was lost\n" in text(console)
+    assert "training-progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_quiet_says_nothing() -> None:
+    console = log()
+    with TrainingProgress(settings(), console=console, quiet=True) as view:
+        view.tell(trained(1))
+        view.tell(Noticed(at_s=1.0, kind="engine", text="lost"))
+    assert text(console) == ""
