@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,61 @@ def test_output_is_streamed_as_it_comes(connected: Connected) -> None:
             await box.exec("echo > go")
             assert (await task).stderr == "two\n"
             assert seen[1:] == [("stderr", b"two\n")]
+
+    connected(test)
+
+
+TICKING = """
+import os, threading, time
+file = open("ticks", "w")
+def tick():
+    while True:
+        print(time.time(), file=file, flush=True)
+        time.sleep(0.001)
+threading.Thread(target=tick, daemon=True).start()
+while command := os.read(8, 65536):
+    print("heard", command.rstrip(b"\\0").split()[-1].decode(), flush=True)
+    os.write(9, b"3\\n")
+"""
+"""Writes the time for as long as it runs, and says which commands it is given."""
+
+
+def test_a_program_takes_the_place_of_a_shell_and_stands_still_between_commands(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB", trajectory="t1") as box:
+            shell = box.session()
+            assert await shell.become(["python3", "-c", TICKING])
+            answer = await shell.exec("first")
+            assert (answer.stdout, answer.exit_code) == ("heard first\n", 3)
+            stopped_at = time.time()
+            while len(await box.read("ticks")) != len(await box.read("ticks")):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # what was being written when it was stopped
+            ticks = (await box.read_text("ticks")).split()
+            await asyncio.sleep(0.3)  # in which it would tick many times
+            assert (await box.read_text("ticks")).split() == ticks
+            box.trajectory = "t2"
+            assert (await shell.exec("second", cpus=1)).stdout == "heard second\n"
+            later = (await box.read_text("ticks")).split()[len(ticks) :]
+            assert [tick for tick in later if float(tick) < stopped_at] == []
+            with pytest.raises(InvalidAction, match="a list of words"):
+                await shell.become("python3")
+            assert (await box.session().exec("echo beside")).stdout == "beside\n"
+
+    connected(test)
+
+
+def test_a_shell_that_rests_is_found_again_beside_others_and_sealed_with_its_sandbox(connected: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            shells = [box.session() for _ in range(3)]
+            for number, shell in enumerate(shells):
+                assert (await shell.exec(f"x={number}; cd /tmp")).ok
+            await asyncio.gather(*(shell.exec("sleep 0.05 & y=$x") for shell in shells[:2]), box.exec("sleep 0.05"))
+            image = await box.commit()
+            for number, shell in enumerate(shells):
+                assert (await shell.exec("echo $x; pwd")).stdout == f"{number}\n/tmp\n"
+            async with t.sandbox(memory="128MiB", image=image) as copy:
+                assert (await copy.session().exec("true")).ok
 
     connected(test)
 

@@ -237,12 +237,20 @@ async def test_what_a_program_itself_stopped_stays_stopped(bench: Bench, tmp_pat
 @scenario
 async def test_all_stand_still_although_they_fork_all_the_time(bench: Bench, tmp_path: Path) -> None:
     box = await bench.open()
-    await box.run("(for i in 1 2 3 4; do while :; do /bin/true; done & done; wait) > /dev/null 2>&1 & sleep 0.05")
+    fork = "/bin/true; : > forks-$i; while :; do /bin/true; done"
+    all_fork = "until [ -e forks-1 -a -e forks-2 -a -e forks-3 -a -e forks-4 ]; do sleep 0.01; done"
+    await box.run(f"(for i in 1 2 3 4; do ({fork}) & done; wait) > /dev/null 2>&1 & {all_fork}")
     mark = next(iter(bench.manager._boxes.values())).mark  # type: ignore[attr-defined]
-    members = Kin(Census(), SANDBOX_MARK, mark).find()
-    assert len(members) >= 5
-    await until(lambda: all(one.state == b"T" for one in Kin(Census(), SANDBOX_MARK, mark).find()))
-    assert {one.pid for one in Kin(Census(), SANDBOX_MARK, mark).find()} == {one.pid for one in members}
+
+    def members() -> dict[int, bytes]:
+        return {one.pid: one.state for one in Kin(Census(), SANDBOX_MARK, mark).find()}
+
+    await until(lambda: set(members().values()) == {b"T"})
+    there = members()
+    assert len(there) >= 5
+    for _ in range(20):  # in which they would fork many times
+        await asyncio.sleep(0.01)
+        assert members() == there, "the same ones, and all of them stand still"
 
 
 @scenario

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import posixpath
+import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +41,9 @@ from tangram.core.action import PRIORITY_MAX, Action, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.sizes import Cpus, amounts, in_bytes
 from tangram.core.speedup import Speedup
-from tangram.errors import FileFailed, ManagerError, SessionEnded
+from tangram.errors import FileFailed, InvalidAction, ManagerError, SessionEnded
 from tangram.managers.base import Files
+from tangram.managers.streams import HELD_BY
 from tangram.managers.work import (
     CAPTURE_BYTES_CEILING,
     CAPTURE_BYTES_MAX,
@@ -97,7 +99,8 @@ class Sandbox:
         self._life = Life("the sandbox")
         self._spec = spec
         self._run = run
-        self._trajectory = trajectory or name
+        self.trajectory = trajectory or name
+        """Whose its actions are. Whoever hands the sandbox on says so here."""
         self._task = task
         self._opened = opened
         """Told when it has been opened."""
@@ -174,7 +177,7 @@ class Sandbox:
             demand=demand,
             run=self._run,
             task=self._task,
-            trajectory=self._trajectory,
+            trajectory=self.trajectory,
             sandbox=self.name,
             kind=kind,
             key=key,
@@ -386,6 +389,23 @@ class Session:
             if result.session_ended:
                 self._ended = work.shown
             return result
+
+    async def become(self, program: Sequence[str]) -> bool:
+        """Put a program into the place of the shell: it reads the commands from now on. What it prints while it has
+        one, and the cores that it uses, are of the action of the command.
+
+        The program reads from descriptor 8, where each command ends with a NUL; it stands there as the last word of
+        shell lines (`eval WORD`), so one without spaces and quotes is found best. When one is done, it writes its exit
+        code and a newline to descriptor 9. False: here no program can be held, and the shell stays.
+        """
+        if isinstance(program, str):
+            raise InvalidAction("program", program, "a list of words")
+        # The shell asks for its next command by `read`, where its descriptors are those that it is held by.
+        held = f"read() {{ exec {shlex.join(program)}; }}"
+        result = await self.exec(f'[ -n "${{{HELD_BY}+x}}" ] && {held}')
+        if result.status is not Status.SUCCEEDED:
+            result.check()
+        return result.exit_code == 0
 
     async def close(self) -> None:
         if not self._ended and self._sandbox._life.is_open:

@@ -136,6 +136,9 @@ done
 functions stay. An exit code is said where the next command is asked for: a command that says `break` or `continue`
 means these loops, and gets there all the same. The first one is a greeting."""
 
+HELD_BY = "__tangram"
+"""The variable of such a shell, and of no other, that holds the command which it runs."""
+
 STATUS_BYTES_MAX = 4096
 """Kept of what the shell says before a line has come to its end."""
 EXIT_CODE_MASK = 0xFF

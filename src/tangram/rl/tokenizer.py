@@ -65,11 +65,19 @@ class TextCodec:
         self.stop: tuple[int, ...] = tuple(dict.fromkeys((int(end), *_ends(Path(folder)))))
         self._chats = bool(self._tokenizer.chat_template)
 
+    def save(self, folder: Path) -> None:
+        """As it was read."""
+        self._tokenizer.save_pretrained(str(folder))
+
     def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
         return self._ids(self._rendered(text, first=first, cut=cut), marks=first and not self._chats)
 
     def action(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode([token for token in tokens if token not in self.stop]))
+
+    def token(self, token: int) -> str:
+        """What one token says by itself; a part of a character is shown as �. Empty for what is none."""
+        return str(self._tokenizer.decode([token])) if 0 <= token < self.size else ""
 
     def written(self, text: str) -> tuple[int, ...]:
         return (*self._ids(text, marks=False), self.stop[0])

@@ -285,10 +285,10 @@ class Group:
                 except OSError as error:
                     raise self._failed("cgroup.procs", error, str(pid)) from error
 
-    def freeze(self) -> None:
+    def freeze(self, *, wait: bool = True) -> None:
         """None of its processes runs until `thaw`. Who cannot stop at once stops soon; `frozen` says when."""
         self._steer(self._freezer(), frozen=True)
-        for _ in range(FREEZE_LOOKS_MAX):
+        for _ in range(FREEZE_LOOKS_MAX if wait else 0):
             if self.frozen():
                 return
 

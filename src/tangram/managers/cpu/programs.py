@@ -43,12 +43,14 @@ class Placement:
         self._cores = cores
         self._slots: dict[str, Slot] = {}
 
-    def enter(self, action: str, grant: Grant, share: Share, sandbox: Sandbox) -> tuple[Slot, int]:
+    def enter(self, action: str, grant: Grant, share: Share, sandbox: Sandbox, again: Slot | None) -> tuple[Slot, int]:
         """The slot of an action, and its width on this machine."""
         cores = self._cores
         cpus, moves = cores.place(action, width=grant.width, reserved=share.reserved, cells=share.cells)
         try:
-            slot = sandbox.enter(weight=cores.weight(action), limit=min(share.limit, cores.total), cpus=cpus)
+            slot = sandbox.enter(
+                weight=cores.weight(action), limit=min(share.limit, cores.total), cpus=cpus, again=again
+            )
         except BaseException:
             moves |= cores.leave(action)
             raise
@@ -96,7 +98,7 @@ class ProgramLease:
         self._loop = asyncio.get_running_loop()
         share = next(share for share in grant.shares if share.pool.startswith(CPU))
         self._reserved = share.reserved
-        self.slot, self._width = place.enter(action, grant, share, sandbox)
+        self.slot, self._width = place.enter(action, grant, share, sandbox, self._slot_before())
         self._output = output
         self._captures = (Capture(work.capture_bytes_max), Capture(work.capture_bytes_max))
         self._program: Program | None = None
@@ -108,6 +110,10 @@ class ProgramLease:
         self._starved_s = 0.0
         self._delay_before_s = 0.0
         """For which a held shell had waited for CPU before this command."""
+
+    def _slot_before(self) -> Slot | None:
+        """That in which it goes on."""
+        return None
 
     # ---- beginning ----
 
@@ -271,11 +277,14 @@ class ProgramLease:
         try:
             if not keep:
                 await self.sandbox.kill(self.slot)
-            self.sandbox.leave(self.slot)
+            self._leave()
         except (OSError, ManagerError):
             pass  # its groups are gone with the sandbox
         self._place.leave(self.action)
         self._let_streams_go()
+
+    def _leave(self) -> None:
+        self.sandbox.leave(self.slot)
 
     def _let_streams_go(self) -> None:
         self.sandbox.discard(self._spawning.drain(self.sandbox.box, self._streams))
@@ -303,7 +312,8 @@ class SessionLease(ProgramLease):
             self.sandbox.sessions[name] = session
         else:
             assert session.program is not None
-            self.slot.group.adopt([session.program.pid])
+            if session.slot is not self.slot:
+                self.slot.group.adopt([session.program.pid])
             self._delay_before_s = _run_delay_s(session.program.pid)
             for stream, capture in zip(session.streams, self._captures, strict=True):
                 stream.begin(capture, self._output)
@@ -311,6 +321,10 @@ class SessionLease(ProgramLease):
         self._status = session.run(self._command(session))
         session.busy = True
         self._session = session
+
+    def _slot_before(self) -> Slot | None:
+        session = self.sandbox.sessions.get(self.work.session)
+        return session.slot if session is not None and not session.busy else None
 
     def _give_up(self, session: Session) -> NoReturn:
         """Its shell has ended between two commands: what it held is lost, and the caller must know."""
@@ -372,6 +386,15 @@ class SessionLease(ProgramLease):
                 del self.sandbox.sessions[self.work.session]
                 session.close()
         await super()._vacate(keep=keep)
+
+    def _leave(self) -> None:
+        session = self._session
+        if session is None or session.program is None or self.sandbox.sessions.get(self.work.session) is not session:
+            super()._leave()
+            return
+        session.slot = None
+        if self.sandbox.leave(self.slot, held=session.program.pid):
+            session.slot = self.slot
 
     def _let_streams_go(self) -> None:
         """They are the shell's."""

@@ -6,9 +6,9 @@ is given by weight and quota as granted, and that a sandbox which is closed leav
 
     sandbox          weight: the reserves of its running actions; memory; number of processes
     ├── init         (version 2 only, where a group with children holds no process; in version 1 the sandbox itself)
-    ├── a0, a1, …    slots: weight and quota of one action, the CPUs that it sees
+    ├── a0, a1, …    slots: weight and quota of one action, the CPUs that it sees; or a held shell that rests
     ├── files        file work of the owner: counts as the sandbox's memory, never stands still
-    └── background   what actions left running, and held shells between commands: frozen while no action runs
+    └── background   what actions left running; like shells that rest, frozen while no action runs
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Sandbox:
         """Streams of actions that have ended, which what they left running still holds."""
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
+        self._resting: set[Slot] = set()
+        """Those of held shells between two commands. No other action gets them."""
         self._weight_by_slot: dict[Slot, int] = {}
         self._background: Group | None = None
         self._files: Slot | None = None
@@ -152,9 +154,12 @@ class Sandbox:
 
     # ---- actions ----
 
-    def enter(self, *, weight: int, limit: int, cpus: tuple[int, ...]) -> Slot:
-        """A slot with these units; the sandbox runs."""
-        if self._free:
+    def enter(self, *, weight: int, limit: int, cpus: tuple[int, ...], again: Slot | None = None) -> Slot:
+        """A slot with these units; the sandbox runs. `again`: the one in which a held shell was left."""
+        if again in self._resting:
+            assert again is not None
+            slot = again
+        elif self._free:
             slot = self._free.pop()
         else:
             slot = self._make_slot(f"a{len(self._slots)}")
@@ -165,12 +170,14 @@ class Sandbox:
             slot.group.set_cpu(reserved=weight, limit=limit)
             slot.affinity = () if slot.group.set_cpus(cpus) else cpus
         except BaseException:
-            self._free.append(slot)
+            if slot not in self._resting:
+                self._free.append(slot)
             raise
         if not self._weight_by_slot:
             self.wake()
             if self.group.version == 1:
                 self.group.forget_memory_peak()
+        self._resting.discard(slot)
         self._weigh(slot, weight)
         return slot
 
@@ -178,11 +185,16 @@ class Sandbox:
         slot.group.set_cpu(reserved=weight, limit=limit)
         self._weigh(slot, weight)
 
-    def leave(self, slot: Slot) -> None:
-        """Whatever still runs there goes to the background; without any action the sandbox stands still."""
+    def leave(self, slot: Slot, held: int = 0) -> bool:
+        """Whatever still runs there goes to the background; without any action the sandbox stands still. A held shell
+        that is alone there stays: True."""
         if self._abandoned:
-            return
-        if slot.group.processes():
+            return False
+        there = slot.group.processes()
+        rests = bool(held) and there == [held] and not self._ending and not self.is_ending()
+        if rests:
+            self._resting.add(slot)
+        elif there:
             slot.group.freeze()  # whoever stands still does not fork while it is moved
             for _ in range(MOVE_ROUNDS_MAX):
                 left = slot.group.processes()
@@ -191,12 +203,20 @@ class Sandbox:
                 self._background_group().adopt(left)
             slot.group.thaw()
         del self._weight_by_slot[slot]
-        self._free.append(slot)
+        if not rests:
+            self._free.append(slot)
         if self._weight_by_slot:
             self._weigh()
-        elif self._background is not None and not self._frozen and not self._ending and not self.is_ending():
+        elif not self._frozen and not self._ending and (self._resting or self._background) and not self.is_ending():
+            self._stand_still()
+        return rests
+
+    def _stand_still(self) -> None:
+        for slot in self._resting:
+            slot.group.freeze(wait=False)  # it waits for its next command
+        if self._background is not None:
             self._background.freeze()
-            self._frozen = True
+        self._frozen = True
 
     async def kill(self, slot: Slot) -> None:
         """Everything in the slot, and nothing else."""
@@ -214,11 +234,17 @@ class Sandbox:
         self.group.set_weight(sum(self._weight_by_slot.values()))
 
     def wake(self) -> None:
-        """What was left running runs."""
-        if self._frozen and self._background is not None:
+        """What was left running runs, and what rests may."""
+        if self._frozen:
             if not self._holds:
-                self._background.thaw()
+                for group in self._left():
+                    group.thaw()
             self._frozen = False
+
+    def _left(self) -> list[Group]:
+        """Of those that belong to no action. They stand still while none runs."""
+        found = [slot.group for slot in self._resting]
+        return [*found, self._background] if self._background is not None else found
 
     def let_end(self) -> None:
         """It is about to be killed: from now on nothing in it is made to stand still, for what does cannot die."""
@@ -238,8 +264,9 @@ class Sandbox:
 
     def go_on(self) -> None:
         self._holds -= 1
+        still = set(self._left()) if self._frozen else set()
         for group in self._groups():
-            if not self._holds and not (group is self._background and self._frozen):
+            if not self._holds and group not in still:
                 group.thaw()
 
     def _groups(self) -> list[Group]:
@@ -279,9 +306,10 @@ class Sandbox:
 
     def remove(self) -> None:
         """Blocks until every process in it has ended and its groups are gone."""
-        if self._frozen and self._background is not None:
-            self._background.signal_all(9)
-            self._background.thaw()
+        if self._frozen:
+            for group in self._left():
+                group.signal_all(9)
+                group.thaw()
         self.group.remove()
         with contextlib.suppress(FileNotFoundError):
             self.directory.rmdir()

@@ -7,16 +7,21 @@ what it says is believed of its own commands only.
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from tangram.managers.cpu.spawning import KeptStream, Program
 from tangram.managers.streams import ShellStreams
+
+if TYPE_CHECKING:
+    from tangram.managers.cpu.sandbox import Slot
 
 GIVEN_AT = (10, 11)
 """The descriptors at which the shell finds its ends of the two pipes."""
 
 
 class Session:
-    """A held shell: between its commands it rests in the background of its sandbox."""
+    """A held shell. Between its commands it rests where the last one ran, or in the background of its sandbox with
+    what that left running."""
 
     def __init__(self, streams: tuple[KeptStream, KeptStream]) -> None:
         self.streams = streams
@@ -24,6 +29,8 @@ class Session:
         self.width = 0
         """Of which its variables speak."""
         self.busy = False
+        self.slot: Slot | None = None
+        """Where it rests."""
         self._shell = ShellStreams(self._on_status)
         self._status: asyncio.Future[int] | None = None
 

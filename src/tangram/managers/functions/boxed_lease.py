@@ -243,9 +243,12 @@ class BoxedLease:
         image = self._host.around.image
         shown = listener.stderr.strip()[-SHOWN_CHARACTERS:]
         if ended.executed is not None and ended.executed.exit_code == NOT_FOUND:
-            said = f"image {image} has no python3, which functions need; use an image that has it"
-            return Failure(kind="import", message=said, traceback=shown)
+            return self._no_python(shown)
         said = f"{name} cannot be imported in image {image}: {garbled}"
+        return Failure(kind="import", message=said, traceback=shown)
+
+    def _no_python(self, shown: str) -> Failure:
+        said = f"image {self._host.around.image} has no python3, which functions need; use an image that has it"
         return Failure(kind="import", message=said, traceback=shown)
 
     async def _hold(self, instance: BoxedInstance) -> bool:
@@ -255,15 +258,19 @@ class BoxedLease:
             return False
         # The shell asks for its next command by `read`, where its descriptors are those that it is held by.
         program = f"exec python3 -c {_quoted(STARTER)} hold {COMMANDS} {STATUSES}"
-        work = Exec(command=f"read() {{ {program}; }}", cwd=DIRECTORY, session=SESSION, capture_bytes_max=0)
+        # Asked for first: a shell that cannot become its program ends, sooner or later than the next command comes.
+        command = f"type -P python3 >/dev/null && read() {{ {program}; }}"
+        work = Exec(command=command, cwd=DIRECTORY, session=SESSION, capture_bytes_max=0)
         try:
             ended = await self._execute(instance, work, None)
         except InvalidInput:
             return False  # the image has no bash
         if self._stopped:
             raise Stopped
-        if ended.lost or ended.executed is None or ended.executed.exit_code != 0:
+        if ended.lost or ended.executed is None or ended.executed.exit_code is None:
             raise ManagerError(ended.lost or f"the shell of {instance.name} cannot be replaced")
+        if ended.executed.exit_code != 0:
+            raise FunctionBroken(self._no_python(""), b"", b"")
         return True
 
     # ---- the call ----

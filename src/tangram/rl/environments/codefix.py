@@ -6,24 +6,30 @@ writes one edit a turn:
     L1 add + L2 max < L3 div // L4 mul * fail L2 4 3 want 4 got 3
     EDIT L2 >
 
-Each edit is written into the file in a real sandbox, and its tests are run there, as actions of the trajectory. The
+Each edit is written into the file in a real sandbox, and its tests are run there, as one action of the trajectory. The
 episode is over when they pass, or with the last turn. What the environment pays itself is whether these few tests
 pass; the reward that is meant is `verdict`: the whole suite as one elastic action, on one core or two as the scheduler
 sees fit, which a reward of the kind `command` calls.
 
-What is edited in is code that nobody has read: an operator that is none of the known ones is written into the file as
-it is. So nothing that runs in a sandbox is believed. The program that runs the tests comes with its command and is no
-file that could be patched; it says what the functions returned and not whether that is right, and what is right is
-known outside alone. Whoever writes to its output, kills it or imitates it can only name results, and has to know the
-right ones for that. The verdict is given in a new sandbox, where nothing of the agent has run before, and after the
-old one was closed: whoever waits for memory holds none.
+An operator that is none of the known ones is written into the file as it is: that is code that nobody has read. So
+nothing that runs in a sandbox is believed. The program that runs the tests comes with its command and is no file that
+could be patched; it says what the functions returned and not whether that is right, and what is right is known outside
+alone. Whoever writes to its output, kills it or imitates it can only name results, and has to know the right ones for
+that. The verdict is given in another sandbox, where no such code of the agent has run before, and after the old one was
+given back: whoever waits for memory holds none.
+
+A file of known operators alone is all our own text, whoever chose them. Its tests are run by a program that stands
+ready in the sandbox, and a sandbox that never saw another file is as good as new: within `prepare` it is kept for the
+next episode or verdict (environments/benches.py). One unread line, and from then on each run is a process of its own,
+and the sandbox is closed when it is given back.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import ClassVar
 
 import msgspec
@@ -34,6 +40,7 @@ from tangram.client.sandbox import Sandbox
 from tangram.core.action import Status
 from tangram.errors import ActionLost, InvalidConfig, ManagerError
 from tangram.rl.environments.base import MakeAgent, Outside, Step
+from tangram.rl.environments.benches import Bench, benches_of, kept
 from tangram.rl.reward import Verdict
 from tangram.rl.settings import RewardSettings
 
@@ -67,6 +74,11 @@ MEMORY, DISK, PROCESSES = "64MiB", "1MiB", 32
 """Of a sandbox: a few bare interpreters of 10 MiB each."""
 TESTS_S_MAX = 10.0
 """Of a test run, which takes a few hundredths of a second: what takes longer hangs."""
+SUITE_CPUS = (0.25, 2)
+"""Cores of the verdict, which is told one or two. The least is little: among many small test runs a whole core is
+hardly ever free, and it is worth no waiting for what takes some milliseconds."""
+VERDICT_FIRST = 1
+"""Priority: whoever is done before whoever begins, for a group waits for its last verdict."""
 OUTPUT_BYTES_MAX = 64 << 10
 """Of a test run, which writes a few bytes for each case: more is not its own."""
 NUMBER_CHARACTERS_MAX = 4
@@ -137,7 +149,7 @@ class CodeFix:
         self._outside = outside
         self._python = python
         self._memory = memory
-        self._box: Sandbox | None = None
+        self._bench: Bench | None = None
         self._names: tuple[str, ...] = ()
         self._operators: list[str] = []
         """Of each line, as the last edit left it."""
@@ -153,10 +165,7 @@ class CodeFix:
         wrong = chance.randrange(len(LINES))
         self._operators[wrong] = chance.choice([each for each in OPERATORS if each != self._operators[wrong]])
         self._turn = 0
-        box = self._sandbox()
-        await box.__aenter__()  # which closes it, if that fails
-        self._box = box
-        await box.write(FILE, self.source())
+        self._bench = await self._take_bench()
         said, passed = await self._test()
         if passed or f"fail {LINES[wrong]} " not in said or said.endswith("?"):
             raise ManagerError(f"codefix: expected one failing test in a new file, got {said!r}")
@@ -166,13 +175,11 @@ class CodeFix:
     async def step(self, action: str) -> Step:
         if self._over:
             raise ValueError("codefix: expected a reset before this step, for the episode is over or never began")
-        assert self._box is not None
         self._turn += 1
         edit = _edit_of(action)
         if edit is not None:
             line, text = edit
             self._operators[line] = text
-            await self._box.write(FILE, self.source())
             said, passed = await self._test()
         else:
             said, passed = f"unknown {self._shown()}", False
@@ -184,9 +191,19 @@ class CodeFix:
 
     async def close(self) -> None:
         self._over = True
-        box, self._box = self._box, None
-        if box is not None:
-            await box.close()
+        bench, self._bench = self._bench, None
+        if bench is not None:
+            await benches_of(self._client).give_back(bench)
+
+    # ---- what all episodes share ----
+
+    @classmethod
+    @asynccontextmanager
+    async def prepare(cls, client: Client | None) -> AsyncIterator[None]:
+        """Around all episodes of a client: sandboxes are kept from one to the next. Raises ValueError without a
+        client."""
+        async with kept(Outside(client=client).require_client("codefix")):
+            yield
 
     # ---- the file and its tests ----
 
@@ -197,14 +214,17 @@ class CodeFix:
 
     async def verdict(self, timeout_s: float) -> Verdict:
         """The whole suite. Its exit code is 0 if all of it passes. To be asked for once the episode is over: the
-        sandbox that it was played in is closed."""
+        sandbox that it was played in is given back."""
         await self.close()
         cases = [(name, *arguments) for name in self._names for arguments in SUITE]
-        async with self._sandbox() as box:
-            await box.write(FILE, self.source())
+        bench = await self._take_bench()
+        try:
             result = await self._run(
-                box, cases, key="codefix-suite", cpus=(1, 2), timeout_s=min(timeout_s, TESTS_S_MAX)
-            )
+                bench, cases, key="codefix-suite", cpus=SUITE_CPUS, timeout_s=min(timeout_s, TESTS_S_MAX),
+                priority=VERDICT_FIRST,
+            )  # fmt: skip
+        finally:
+            await benches_of(self._client).give_back(bench)
         results = _results_of(result.executed.stdout)
         passed = sum(results.get(number) == {right(case)} for number, case in enumerate(cases))
         all_passed = result.status is Status.SUCCEEDED and passed == len(cases)
@@ -216,9 +236,9 @@ class CodeFix:
 
     async def _test(self) -> tuple[str, bool]:
         """What the policy reads next, and whether all tests passed. Raises ActionLost if they could not be run."""
-        assert self._box is not None
+        assert self._bench is not None
         cases = [(name, *arguments) for name in self._names for arguments in SHOWN]
-        result = await self._run(self._box, cases, key="codefix-tests", cpus=None, timeout_s=TESTS_S_MAX)
+        result = await self._run(self._bench, cases, key="codefix-tests", cpus=None, timeout_s=TESTS_S_MAX)
         if result.status not in (Status.SUCCEEDED, Status.TIMED_OUT):
             raise ActionLost(f"the tests of codefix could not be run: {result.status.value}: {result.reason}", result)
         hangs = result.status is Status.TIMED_OUT
@@ -230,18 +250,36 @@ class CodeFix:
         return f"{self._shown()} {self._failure(case, results.get(cases.index(case), set()), hangs)}", False
 
     async def _run(
-        self, box: Sandbox, cases: list[Case], *, key: str, cpus: tuple[int, int] | None, timeout_s: float
-    ) -> Result:
+        self, bench: Bench, cases: list[Case], *, key: str, cpus: tuple[float, float] | None, timeout_s: float,
+        priority: int = 0,
+    ) -> Result:  # fmt: skip
         """Raises ManagerError if the program cannot be run at all, which no code of the agent can bring about."""
-        result = await box.exec(
+        lines = [f"{name} {a} {b}" for name, a, b in cases]
+        if not all(text in OPERATORS for text in self._operators):
+            bench.clean = False
+        elif bench.clean:
+            known = await bench.run(
+                FILE, self.source(), lines, key=key, cpus=cpus, timeout_s=timeout_s, priority=priority,
+                capture=OUTPUT_BYTES_MAX,
+            )  # fmt: skip
+            if known is not None:
+                return known
+        await bench.box.write(FILE, self.source())
+        result = await bench.box.exec(
             (self._python, "-I", "-S", "-c", RUNNER, "{cpus}" if cpus else "1"),
-            cpus=cpus, key=key, timeout_s=timeout_s, capture=OUTPUT_BYTES_MAX, idempotent=True,
-            stdin="".join(f"{name} {a} {b}\n" for name, a, b in cases),
+            cpus=cpus, key=key, timeout_s=timeout_s, priority=priority, capture=OUTPUT_BYTES_MAX, idempotent=True,
+            stdin="".join(f"{line}\n" for line in lines),
         )  # fmt: skip
         if result.exit_code in CANNOT_RUN:
             said = f"{self._python} cannot be run in the sandbox; the option `python` names another one"
             raise ManagerError(f"codefix: {said}: {result.stderr.strip()[-200:]}", retry=False)
         return result
+
+    async def _take_bench(self) -> Bench:
+        """One in which nothing ran that nobody has read."""
+        outside = self._outside
+        key = (outside.run, self._memory, self._python)
+        return await benches_of(self._client).take(key, self._sandbox, self._python, outside.trajectory)
 
     def _sandbox(self) -> Sandbox:
         return self._client.sandbox(
