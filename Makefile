@@ -34,8 +34,8 @@ help: ## list the verbs
 	@echo "make VERB [ARGS=...]"
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
 
-run: $(STAMP) $(SYSTEM) ## run coding agents on real sandboxes, with cores reserved and by action; see build/report.html
-	@$(VENV)/bin/tangram bench reservation --report build/report.html $(ARGS)
+run: $(STAMP) $(SYSTEM) ## train a policy on three tasks at once, in five minutes; see build/runs/multitask/report.html
+	@$(VENV)/bin/tangram train examples/multitask.toml --fresh $(ARGS)
 
 mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools; see build/mixed.html
 	@$(VENV)/bin/python examples/mixed/mixed.py --report build/mixed.html $(ARGS)

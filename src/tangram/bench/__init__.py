@@ -35,6 +35,10 @@ BENCHES = {
     "redundancy": "what playing more than is needed saves and wastes",
     "serverless": "rewards on workers of their own against functions that scale from zero",
     "engine": "what a command, a prompt and continuous batching cost those who are being served",
+    "learning": "whether policies really learn: each built-in task alone, three mixed, and one at several ages",
+    "ladder": "five ways to schedule the same training run, from one thing after the other to everything at once",
+    "weights": "what engines take to read a new version, and how long they stand still for it",
+    "step": "RL steps of codefix where cores are scarce: cores reserved for a trajectory against held by actions",
     "scheduler-cost": "microseconds and bytes that the scheduler itself takes, with up to a million actions waiting",
 }
 """Name to one-line description."""

@@ -178,6 +178,8 @@ class Trained(Line, frozen=True, kw_only=True):
     tasks: dict[str, TaskStep]
     staleness: tuple[int, ...]
     """Trajectories by staleness, from 0."""
+    groups: tuple[int, ...] = ()
+    """The numbers of the groups of the batch: no number is in two steps of one lineage of weights."""
     started: int = 0
     """Groups, since the step before; likewise the next three."""
     dropped: dict[str, int] = {}
@@ -214,6 +216,8 @@ class Noticed(Line, frozen=True, kw_only=True):
     kind: str
     """`engine`, `stall`, `rollback`, `resume`, `trainer`, `checkpoint`."""
     text: str
+    step: int | None = None
+    """From which training goes on after a rollback."""
 
 
 class Over(Line, frozen=True, kw_only=True):

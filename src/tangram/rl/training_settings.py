@@ -123,9 +123,10 @@ class ObjectiveSettings(Table, frozen=True, kw_only=True):
     of the others (`leave-one-out`); or `module:name` of a function."""
     loss: valid.Text = "clipped"
     """`clipped`, or `module:name` of a function."""
-    normalise: Annotated[Normalise, one_of(Normalise)] = "tokens"
-    """A minibatch is averaged over its tokens; over its trajectories, each averaged over its own; or summed and divided
-    by its trajectories times the longest action that there may be, so that length does not count."""
+    normalise: Annotated[Normalise, one_of(Normalise)] = "sequence"
+    """A minibatch is averaged over its tokens; over its trajectories, each averaged over its own tokens, so that one
+    that reaches its goal in a few turns counts as much as one that needs many; or summed and divided by its
+    trajectories times the longest action that there may be, so that length does not count."""
     zero_variance: Annotated[Literal["drop", "keep"], one_of(Literal["drop", "keep"])] = "drop"
     """Groups whose members all have the same reward: they say nothing, but count where a batch is averaged."""
     overlong: Annotated[Overlong, one_of(Overlong)] = "keep"

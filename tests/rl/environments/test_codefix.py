@@ -72,15 +72,15 @@ def test_what_is_read_is_the_file_and_the_failing_case(tmp_path: Path) -> None:
         async with connection(tmp_path, "process") as client:
             environment = CodeFix(Outside(client=client))
             said = await environment.reset(SEED)
-            assert said == "L1 div * L2 max > L3 min < L4 sub - fail L1 4 3 want 1 got 12"
+            assert said == "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
             codec = Words(CodeFix.words)
             codec.observation(said, first=True)
             step = await environment.step("EDIT L1 -")
-            assert step.observation == "L1 div - L2 max > L3 min < L4 sub - fail L1 3 4 want 0 got -1"
+            assert step.observation == "L1 div - L2 max > L3 min < L4 sub - fail L1 div 3 4 want 0 got -1"
             assert (step.reward, step.done) == (0.0, False)
             assert "def div(a, b): return a - b\n" in environment.source()
             step = await environment.step("EDIT L2 no such thing")
-            assert step.observation == "L1 div - L2 max ? L3 min < L4 sub - fail L1 4 3 want 1 got ?"
+            assert step.observation == "L1 div - L2 max ? L3 min < L4 sub - fail L1 div 4 3 want 1 got ?"
             codec.observation(step.observation, first=False)
             await environment.close()
 
@@ -299,7 +299,7 @@ def test_verdicts_wait_for_memory_without_holding_any(tmp_path: Path) -> None:
 
 
 def test_the_agents_know_as_much_as_they_say() -> None:
-    said = "L1 div * L2 max > L3 min < L4 sub - fail L1 4 3 want 1 got 12"
+    said = "L1 div * L2 max > L3 min < L4 sub - fail L1 div 4 3 want 1 got 12"
     make = CodeFix.agents
     assert make["expert"](random.Random(0)).act(said) == "EDIT L1 //"
     teacher, guess = make["teacher"](random.Random(0)), make["random"](random.Random(0))

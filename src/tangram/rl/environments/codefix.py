@@ -3,7 +3,7 @@
 The name of a function says what is right. The policy reads the file and the failing case of the last test run, and
 writes one edit a turn:
 
-    L1 add + L2 max < L3 div // L4 mul * fail L2 4 3 want 4 got 3
+    L1 add + L2 max < L3 div // L4 mul * fail L2 max 4 3 want 4 got 3
     EDIT L2 >
 
 Each edit is written into the file in a real sandbox, and its tests are run there, as one action of the trajectory. The
@@ -297,7 +297,7 @@ class CodeFix:
         if len(results) == 1 and not hangs:
             [result] = results
             said = str(result) if result in RESULTS else "?"
-        return f"fail {LINES[self._names.index(name)]} {a} {b} want {right(case)} got {said}"
+        return f"fail {LINES[self._names.index(name)]} {name} {a} {b} want {right(case)} got {said}"
 
 
 def right(case: Case) -> int:
