@@ -1,9 +1,8 @@
 """The warm start: a policy imitates scripted agents that know the format of a task and not its goal.
 
-Owns the demonstrations and when it is enough: for each task as soon as the policy, sampling, has the share of the
-highest reward that the task names in `warm_until`. A task that has it is imitated no more, unless it falls back below
-while others are. Whatever the policy can do after that, it has learned by trying. Never counts as training: the version
-is 0 all the while.
+Owns the demonstrations and when it is enough: once the policy, sampling, has had the share of the highest reward that a
+task names in `warm_until`, for each task. All are imitated until then, so that none is forgotten. Whatever the policy
+can do after that, it has learned by trying. Never counts as training: the version is 0 all the while.
 """
 
 from __future__ import annotations
@@ -102,14 +101,14 @@ async def warm_start(
     own, wanted = settings.warm_start, warmed_tasks(settings)
     chance = random.Random(f"{settings.seed}/warm")
     decks: dict[str, list[Demonstration]] = {task: [] for task in shown_by_task}
-    behind, losses, look = tuple(wanted), [], None
+    behind, losses, look = set(wanted), [], None
     for step in range(1, own.steps_max + 1):
-        losses.append(await trainer.imitate(_dealt(own.batch, behind, decks, shown_by_task, chance)))
+        losses.append(await trainer.imitate(_dealt(own.batch, decks, shown_by_task, chance)))
         if step % own.check_every and step < own.steps_max:
             continue
         scores = await score()
-        behind = tuple(task for task, least in wanted.items() if scores.get(task, least) < least)
-        look = Look(step=step, loss=sum(losses) / len(losses), scores=scores, behind=behind)
+        behind -= {task for task, least in wanted.items() if scores.get(task, least) >= least}
+        look = Look(step=step, loss=sum(losses) / len(losses), scores=scores, behind=tuple(sorted(behind)))
         losses = []
         tell(look)
         if not behind:
@@ -120,13 +119,12 @@ async def warm_start(
 
 def _dealt(
     batch: int,
-    tasks: Sequence[str],
     decks: dict[str, list[Demonstration]],
     shown_by_task: Mapping[str, Sequence[Demonstration]],
     chance: random.Random,
 ) -> list[Demonstration]:
     """As many of each task; each episode once before any comes again."""
-    dealt = []
+    dealt, tasks = [], list(decks)
     for number in range(batch):
         task = tasks[number % len(tasks)]
         if not decks[task]:
