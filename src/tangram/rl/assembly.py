@@ -29,13 +29,13 @@ from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.environments.sharing import Progress, acts_outside, needs_of
 from tangram.rl.episode import Episode
 from tangram.rl.gateway import Gateway
-from tangram.rl.gateway_records import Event
+from tangram.rl.gateway_records import Event, State
 from tangram.rl.published import published_folder
 from tangram.rl.records import Trajectory
 from tangram.rl.reward import settings_for
 from tangram.rl.rollout import Rollout, Watches
 from tangram.rl.settings import EngineSettings, OutsideSettings, RolloutSettings
-from tangram.rl.teachers import hear_teachers, joined, needs_of_teachers, vocabulary_of
+from tangram.rl.teachers import asked, hear_teachers, joined, needs_of_teachers, vocabulary_of
 
 if TYPE_CHECKING:
     from tangram.rl.nn.transformer import Transformer
@@ -70,21 +70,31 @@ async def assembled(
     barrier: bool = False,
 ) -> AsyncIterator[Assembled]:
     """`client`: where the tasks act, instead of one that is made here. `progress` is told what takes long before the
-    first episode. `first` publishes the first weights in a folder, instead of those of the settings. `fresh` and
-    `barrier`: as of a Rollout. Raises InvalidConfig and ManagerError."""
+    first episode. `first` publishes the first weights in a folder, instead of those of the settings: whoever does so
+    trains them, so that engines which cannot are refused. `fresh` and `barrier`: as of a Rollout. Raises InvalidConfig
+    and ManagerError."""
     tasks = tasks_of(settings)
     codec = codec_of(settings, tasks)
+    require_served(settings)
+    say = progress if progress is not None else _nothing
     async with AsyncExitStack() as stack:
         if client is None and _needs_client(settings, tasks):
             needs = {} if settings.outside.url else needs_of_teachers(settings, codec)
-            client = await stack.enter_async_context(await connection(settings.outside, tasks, progress, needs))
-        if client is not None:
+            say(0.0, "the outside is connected")
+            client = await stack.enter_async_context(await connection(settings.outside, tasks, _part(say), needs))
+        if client is not None and asked(settings):
+            say(0.5, f"teachers are loaded: {', '.join(asked(settings))}")
             await hear_teachers(client, settings, vocabulary_of(settings, codec))
         folder = stack.enter_context(published_folder())
+        say(0.6, "the first weights are made" if first is None else "the trainer starts")
         weights = await first(codec, folder) if first is not None else first_weights(settings, codec, folder)
-        gateway = Gateway(engines_of(settings), affinity=affinity_of(settings), on_event=on_event)
+        engines = engines_of(settings)
+        gateway = Gateway(engines, affinity=affinity_of(settings), on_event=on_event)
         stack.push_async_callback(gateway.close)
+        say(0.8, f"engines start: {', '.join(engine.name for engine in engines)}")
         await gateway.start(weights)
+        if first is not None:
+            await _have_taken(weights, gateway, engines)
         rollout = await stack.enter_async_context(
             Rollout(settings, gateway, codec, client, fresh=fresh, on_end=on_end, watch=watch, barrier=barrier)
         )
@@ -94,10 +104,57 @@ async def assembled(
         )  # fmt: skip
 
 
+async def _have_taken(weights: Weights, gateway: Gateway, engines: Sequence[Engine]) -> None:
+    """The engines have these weights, as far as they take any: a server of others begins with its own. Raises
+    InvalidConfig, if what one of them writes cannot be trained on."""
+    if not all(engine.trains for engine in engines):
+        await gateway.update(weights)
+    left = {kept.name for kept in gateway.statistics().engines if kept.state is not State.REMOVED}
+    require_trainable_engines([engine for engine in engines if engine.name in left])
+
+
+def require_trainable_engines(engines: Sequence[Engine]) -> None:
+    """Of engines that have started and taken weights. Raises InvalidConfig."""
+    for engine in engines:
+        if not engine.trains:
+            why = getattr(engine, "shortcoming", "") or "it does not tell all that training needs"
+            expected = f"an engine whose tokens can be trained on, with the weights that are trained ({why})"
+            raise InvalidConfig(f"engine {engine.name}", "one for evaluation", expected)
+
+
+def require_served(settings: RolloutSettings) -> None:
+    """Raises InvalidConfig for a policy that our engines cannot load."""
+    checkpoint = settings.policy.checkpoint
+    ours = [at for at, engine in enumerate(settings.engines) if engine.kind == "process"]
+    if not checkpoint or not ours:
+        return
+    from tangram.rl.nn.checkpoint import CONFIG, read_config
+
+    try:
+        read_config(Path(checkpoint) / CONFIG)
+    except InvalidConfig as error:
+        expected = (
+            f'"openai", and the url of a server that serves {checkpoint}: engines of kind "process" load Llama and '
+            f"Qwen2 kinds only ({error})"
+        )
+        raise InvalidConfig(f"engines[{ours[0]}].kind", "process", expected) from error
+    except ManagerError as error:
+        raise InvalidConfig("policy.checkpoint", checkpoint, f"a folder with {CONFIG} ({error})") from error
+
+
 def _needs_client(settings: RolloutSettings, tasks: Sequence[Task]) -> bool:
     """Because of a task, or of where its reward comes from."""
     rewards = (settings_for(task, each.reward).kind for task, each in zip(tasks, settings.tasks, strict=True))
     return any(acts_outside(task) for task in tasks) or any(kind != "environment" for kind in rewards)
+
+
+def _nothing(share: float, words: str) -> None:
+    pass
+
+
+def _part(say: Progress) -> Progress:
+    """What a connection takes, of all that is told."""
+    return lambda share, words: say(share / 2, words)
 
 
 def tasks_of(settings: RolloutSettings) -> list[Task]:
@@ -174,24 +231,27 @@ def _engine(settings: EngineSettings, number: int, temperature: float) -> Engine
 
 
 def first_weights(settings: RolloutSettings, codec: Codec, folder: Path) -> Weights:
+    if settings.policy.checkpoint and all(engine.kind == "openai" for engine in settings.engines):
+        return Weights(version=0, folder=settings.policy.checkpoint)  # which servers read as it is
     from tangram.rl.nn.weights import publish
 
-    model = first_model(settings, codec)
+    model = first_model(settings, codec.size)
     return publish(model, model.config, folder, 0)
 
 
-def first_model(settings: RolloutSettings, codec: Codec) -> Transformer:
+def first_model(settings: RolloutSettings, size: int) -> Transformer:
+    """`size`: of the vocabulary. Raises InvalidConfig and ManagerError."""
     from tangram.rl.nn.checkpoint import load
     from tangram.rl.nn.transformer import Transformer, small
 
     policy = settings.policy
     if policy.checkpoint:
         model = load(policy.checkpoint)
-        if model.config.vocabulary < codec.size:
+        if model.config.vocabulary < size:
             raise InvalidConfig(
-                "policy.checkpoint", policy.checkpoint, f"a model that knows all {codec.size} tokens of its vocabulary"
+                "policy.checkpoint", policy.checkpoint, f"a model that knows all {size} tokens of its vocabulary"
             )
         return model
     context_max = max(engine.context_max for engine in settings.engines)
-    config = small(codec.size, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=context_max)
+    config = small(size, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=context_max)
     return Transformer.new(config, policy.seed)

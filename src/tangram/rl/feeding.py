@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from tangram.rl.buffer import Dropped, SampleBuffer
-from tangram.rl.records import Ending, Group, Ticket
+from tangram.rl.records import Group, Ticket
 from tangram.rl.rollout import Rollout
+from tangram.rl.step_ledger import lost_by
 
 
 class Bell:
@@ -70,7 +71,7 @@ class Feeder:
         self._ended = ended
         self._dropped = dropped
         self._lost = 0
-        """Groups of this wave that ended without members."""
+        """Groups of this wave that ended without members, and are to be made up for."""
         self._holds = 0
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -83,6 +84,11 @@ class Feeder:
         finally:
             self._holds -= 1
             self._bell.ring()
+
+    def leave_behind(self, cause: str) -> None:
+        """What is in play is of no use any more, and what of it was lost is not made up for."""
+        self._lost = -len(self.playing)
+        self._rollout.abort(lambda episode: episode.group in self.playing, cause=cause)
 
     async def run(self) -> None:
         """Raises what a generator raised, and ManagerError for a task that brings nothing again and again."""
@@ -109,7 +115,7 @@ class Feeder:
             while self._may_begin():
                 self._begin_next()
             while self.playing:
-                if self._lost and self._may_begin():  # a batch would be short by it
+                if self._lost > 0 and self._may_begin():  # a batch would be short by it
                     self._lost -= 1
                     self._begin_next()
                 else:
@@ -139,6 +145,5 @@ class Feeder:
             self._dropped(self.buffer.put(group, self._now()))
         else:
             self._lost += 1
-            stale = any(each.ending is Ending.STALE for each in group.left_out)
-            self.buffer.lose(group.id, "stale" if stale else "failed", group)
+            self.buffer.lose(group.id, lost_by(group), group)
             self._rollout.require_fruit(group)

@@ -60,7 +60,7 @@ async def imitated(
     from tangram.rl.nn.learner import Learner
 
     codec = codec_of(settings, tasks_of(settings))
-    model = first_model(settings, codec)
+    model = first_model(settings, codec.size)
     learner = Learner(settings, model, reward_low={}, tokens_longest=1)
     shown = await shown_by(settings, agent, episodes, client, tasks)
     chance, loss = random.Random(f"{settings.seed}/imitated"), 0.0

@@ -22,6 +22,7 @@ TensorBoard shows, by step:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -32,9 +33,9 @@ from typing import Any
 
 import msgspec
 
-from tangram.errors import InvalidConfig, InvalidTrace, ManagerError
+from tangram.errors import InvalidConfig, InvalidTrace, ManagerError, TangramError
 from tangram.rl.printable import plain
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Trained, Warmed
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Trained, Warmed
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -75,7 +76,15 @@ class MetricsLog:
     def tell(self, line: AnyLine) -> None:
         """Raises ManagerError if it cannot be written; then it is not in the file, and all others are."""
         self._write(_encoded(line))
-        self._board.tell(line)
+        if self._board.tell(line):
+            self._show_warm_start()
+
+    def _show_warm_start(self) -> None:
+        """Once more: TensorBoard forgets it with the steps of the same numbers."""
+        with contextlib.suppress(TangramError):
+            for line in read_metrics(self.path):
+                if isinstance(line, Warmed):
+                    self._board.tell(line)
 
     def close(self) -> None:
         self._board.close()
@@ -173,7 +182,9 @@ def read_metrics(path: Path) -> list[AnyLine]:
     for line in _lines(path):
         if isinstance(line, Began):
             found = _surviving(found, line.step, warm=bool(line.resumed_from))
-        elif isinstance(line, Trained):  # the same run may have gone back to a checkpoint without ending
+        elif isinstance(line, Noticed) and line.step is not None:
+            found = _surviving(found, line.step)
+        elif isinstance(line, Trained):  # also where a killed process could not say any more that it went back
             found = _surviving(found, line.step - 1) if _last_step(found) >= line.step else found
         found.append(line)
     return found
@@ -276,6 +287,8 @@ class _Board:
         self.left_out = ""
         self._events: Any = None
         self._flushed_s = 0.0
+        self._step = 0
+        """The last one."""
         try:
             from tensorboardX.record_writer import RecordWriter
 
@@ -294,9 +307,10 @@ class _Board:
 
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    def tell(self, line: AnyLine) -> None:
+    def tell(self, line: AnyLine) -> bool:
+        """Whether training goes back by this line, so that TensorBoard forgets what comes after that step."""
         if self._events is None:
-            return
+            return False
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -306,12 +320,26 @@ class _Board:
             assert isinstance(line, Trained | Evaluated | Warmed)
             values = [Summary.Value(tag=plain(tag), simple_value=value) for tag, value in found.items()]
             event = Event(wall_time=time.time(), step=line.step, summary=Summary(value=values))
-        elif isinstance(line, Began):  # from here on, what TensorBoard has of later steps is of a lost lineage
-            event = Event(wall_time=time.time(), step=line.step + 1, session_log=SessionLog(status=SessionLog.START))
+        back = self._goes_back(line)
+        if back is not None:
+            self._write(Event(wall_time=time.time(), step=back + 1, session_log=SessionLog(status=SessionLog.START)))
         if event is not None:
             self._write(event)
+        return back is not None
+
+    def _goes_back(self, line: AnyLine) -> int | None:
+        """The step from which training goes on: what TensorBoard has of later ones is of a lost lineage then."""
+        back = None
+        if isinstance(line, Began) or (isinstance(line, Noticed) and line.step is not None):
+            back = self._step = line.step
+        elif isinstance(line, Trained):
+            back = line.step - 1 if line.step <= self._step else None
+            self._step = line.step
+        return back
 
     def _write(self, event: Any) -> None:
+        if self._events is None:  # given up
+            return
         try:
             self._events.write(event.SerializeToString())
             if time.monotonic() - self._flushed_s >= FLUSH_EVERY_S:

@@ -34,12 +34,14 @@ from tangram.rl.recovery import recovered
 from tangram.rl.rollout import Watches, tickets
 from tangram.rl.run_folder import RunFolder, open_run
 from tangram.rl.trainer_process import ProcessTrainer
-from tangram.rl.training import Training
+from tangram.rl.training import INTERRUPTED, Training
 from tangram.rl.training_records import AnyLine, Began, Over
 from tangram.rl.training_settings import TrainSettings
 
 STOP_S_MAX = 60.0
 """For the step that is under way when a run is interrupted, and its checkpoint."""
+
+NO_CHECKPOINT = "there was no checkpoint yet, so the run begins anew"
 
 
 async def train(
@@ -54,8 +56,9 @@ async def train(
 ) -> Over:
     """Trains a policy, from the beginning or from the last checkpoint of the folder, until its steps are done. `tell`
     is given each line of its metrics, `watch` what happens in its rollout, `progress` what takes long before the first
-    step. Cancelled, it finishes the step that is under way, saves it and raises CancelledError. Raises InvalidConfig,
-    and ManagerError for what cannot go on; what was reached is saved then, as far as it can be."""
+    step. Cancelled, it finishes the step that is under way, saves it and raises CancelledError; in a warm start, of
+    which nothing is saved, and if it is cancelled again, it does so at once. Raises InvalidConfig, and ManagerError for
+    what cannot go on; what was reached is saved then, as far as it can be."""
     require_trainable(settings)
     with open_run(folder, settings, resume=resume) as run, MetricsLog(folder, resume=resume) as log:
 
@@ -83,8 +86,9 @@ async def _until_over(training: Training) -> Over:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         if not working.done():
-            training.stop("interrupted")
-            await asyncio.wait({working}, timeout=STOP_S_MAX)
+            training.stop(INTERRUPTED)
+            if not training.warming:
+                await asyncio.wait({working}, timeout=STOP_S_MAX)
         raise
     finally:
         working.cancel()
@@ -144,7 +148,7 @@ async def _begun(
                 alpha=settings.training.alpha,
                 settings=msgspec.to_builtins(settings),
                 resumed_from=str(found.path) if found is not None else "",
-                left=back.text if back is not None else "",
+                left=back.text if back is not None else (NO_CHECKPOINT if resume else ""),
             )
         )
         yield training

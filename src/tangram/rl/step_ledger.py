@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tangram.rl.buffer import Dropped
+from tangram.rl.buffer_records import STALE, number_of
 from tangram.rl.engines.base import EngineStatistics
 from tangram.rl.gateway_records import EngineUpdated
 from tangram.rl.records import Ending, Group, Trajectory
@@ -35,7 +36,7 @@ class StepLedger:
         self._aborted += sum(each.ending is Ending.STALE for each in group.left_out)
         self._discarded += written(group.left_out)
         if not group.members:
-            self._dropped["failed"] += 1
+            self._dropped[lost_by(group)] += 1
 
     def dropped(self, dropped: Iterable[Dropped]) -> None:
         for each in dropped:
@@ -87,6 +88,7 @@ class StepLedger:
             metrics=stepped.metrics,
             tasks=tasks_of(batch),
             staleness=histogram(batch.staleness),
+            groups=tuple(number_of(group.id) for group in batch.groups),
             started=self._started,
             dropped=dict(self._dropped),
             aborted=self._aborted,
@@ -120,6 +122,11 @@ class StepLedger:
                 )
             )
         return tuple(uses)
+
+
+def lost_by(group: Group) -> str:
+    """Why it has no members, as it is counted."""
+    return STALE if any(each.ending is Ending.STALE for each in group.left_out) else "failed"
 
 
 def written(trajectories: Iterable[Trajectory]) -> int:

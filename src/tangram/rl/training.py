@@ -15,17 +15,28 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from tangram.errors import ManagerError
 from tangram.rl.assembly import Assembled, save_codec
 from tangram.rl.buffer import Dropped, SampleBuffer
 from tangram.rl.checkpoints import RunState, folder_name, write_state
+from tangram.rl.engines.base import Weights
 from tangram.rl.environments.sharing import Progress
 from tangram.rl.episode import Episode
 from tangram.rl.evaluation import evaluate, held_out
 from tangram.rl.feeding import Bell, Feeder
-from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, EngineUpdated, Event, FellBack, said
+from tangram.rl.gateway_records import (
+    CameBack,
+    EngineLost,
+    EngineRemoved,
+    EngineUpdated,
+    Event,
+    FellBack,
+    NoEngine,
+    said,
+)
 from tangram.rl.pool_use import PoolWatch
 from tangram.rl.records import Group, Ticket
 from tangram.rl.run_folder import RunFolder
@@ -37,6 +48,8 @@ from tangram.rl.training_records import AnyLine, Batch, Evaluated, Noticed, Over
 from tangram.rl.training_settings import TrainSettings
 from tangram.rl.warm_start import Look, shown, warm_start, warmed_tasks
 
+INTERRUPTED = "interrupted"
+"""The cause of an end that waits for nothing but the step that is under way."""
 LOOK_S = 0.1
 """Between two looks at what trajectories do, while a batch is waited for."""
 WATCH_S = 2.0
@@ -86,6 +99,10 @@ class Training:
         self._saved = ""
         """The last checkpoint."""
         self._warmed = state.warm if state is not None else None
+        self.warming = False
+        """Nothing is saved of a warm start that is not over."""
+        self._savable = state is not None
+        """The trainer has the version of the buffer, so that both can be saved."""
         self._cause = ""
         """Why it is to end."""
         self._failure: Exception | None = None
@@ -113,7 +130,9 @@ class Training:
         self._log.close()
 
     def stop(self, cause: str) -> None:
-        self._cause = self._cause or cause
+        self._cause = cause if cause == INTERRUPTED else self._cause or cause
+        if cause == INTERRUPTED and self._evaluating is not None:
+            self._evaluating.cancel()
         self._bell.ring()
 
     def fresh(self, episode: Episode) -> bool:
@@ -121,41 +140,75 @@ class Training:
         first = episode.version_first
         if first is None or self._schedule.mode != "rollart" or episode.group not in self._feeder.playing:
             return True
-        return first >= self.buffer.oldest_wanted
+        return first >= self._oldest_wanted
 
     def happened(self, event: Event) -> None:
-        """In the gateway."""
+        """In the gateway, which is not to suffer from a log that cannot be written."""
         if isinstance(event, EngineUpdated):
             self._ledger.updated(event)
         elif isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
-            self._notice("engine", said(event))
+            try:
+                self._notice("engine", said(event))
+            except ManagerError as error:
+                self._fail(error)
 
     # ---- its way ----
 
     async def run(self) -> Over:
         """Raises ManagerError for what cannot go on; what was reached is saved then."""
-        if not self._resumed:
-            await self._warm()
-            await self._save()
-        self._trains_since_s = self._now()
-        self._ledger = StepLedger(self._now())
+        failure = None
         try:
-            async with self._beside(self._feeder.run(), "feeding"), self._beside(self._watch(), "watching"):
-                if self._evaluation_due() and not self._resumed:
-                    self._evaluate_beside()
-                await self._learn()
-                with self._feeder.holding():
-                    await self._evaluated()
-                    await self._save()
+            await self._go()
         except Exception as error:
+            failure = error
+        finally:
+            await self._end_besides()
+        if failure is not None and self._savable:
             with contextlib.suppress(Exception):
                 await self._save()
-            return self._over(str(error), raised=error)
-        if self._cause in ("steps", "seconds") and self._settings.evaluation.every:
-            await self._bring_up_to_date()
-            if self._evaluated_version != self._in_engines:
-                await self._evaluate()
-        return self._over(self._cause)
+        return self._over(str(failure) if failure is not None else self._cause, raised=failure)
+
+    async def _go(self) -> None:
+        if not self._resumed:
+            await self._warm_up()
+        self._trains_since_s = self._now()
+        self._ledger = StepLedger(self._now())
+        async with self._beside(self._watch(), "watching"):
+            async with self._beside(self._feeder.run(), "feeding"):
+                if self._evaluation_due() and not self._resumed:
+                    self._evaluate_beside()
+                while not await self._learned():
+                    pass
+            if self._cause in ("steps", "seconds") and self._settings.evaluation.every:
+                await self._bring_up_to_date()
+                if self._evaluated_version != self._in_engines:
+                    self._evaluate_beside()
+                    await self._evaluated()
+            if self._failure is not None:
+                raise self._failure
+
+    async def _learned(self) -> bool:
+        """To the end, which is saved. Whether it is: a trainer that dies of saving the last step has not made it."""
+        await self._learn()
+        try:
+            with self._feeder.holding():
+                await self._evaluated()
+                await self._save()
+        except TrainerDied as error:
+            if self._cause != "steps":
+                self._notice("checkpoint", f"no checkpoint of step {self.buffer.version}: {error}")
+                return True
+            self._cause = ""
+            await self._go_back(error)
+            return False
+        return True
+
+    async def _end_besides(self) -> None:
+        left = list(self._besides)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
 
     def _over(self, cause: str, raised: Exception | None = None) -> Over:
         over = Over(at_s=self._now(), step=self.buffer.version, cause=cause, checkpoint=self._saved)
@@ -166,6 +219,8 @@ class Training:
 
     async def _learn(self) -> None:
         while (batch := await self._batch()) is not None:
+            if self._waves and self.buffer.oldest_wanted > self._in_engines:
+                self._feeder.leave_behind("the batch was enough without it, and it is too old for the next one")
             if self._schedule.pull == "after_batch" and not self._waves:
                 await self._bring_up_to_date()
             self._expire()
@@ -211,7 +266,8 @@ class Training:
                 began_s = self._now()
                 with self._feeder.holding():
                     await self._bring_up_to_date()
-                    await self._evaluate()
+                    self._evaluate_beside()
+                    await self._evaluated()
                 self._ledger.evaluated(self._now() - began_s)
             else:
                 self._evaluate_beside()
@@ -247,8 +303,14 @@ class Training:
         """What is too old for the next step, wherever it is."""
         if self._schedule.mode == "rollart":
             self._ledger.dropped(self.buffer.evict())
-            oldest = self.buffer.oldest_wanted
+            oldest = self._oldest_wanted
             self._made.rollout.expire(oldest, f"begun by weights older than version {oldest}")
+
+    @property
+    def _oldest_wanted(self) -> int:
+        """What is in play and older is stopped. What the engines would write in its place has to be newer, or it would
+        be stopped as well, and so on until they have their weights."""
+        return min(self.buffer.oldest_wanted, self._in_engines)
 
     # ---- weights ----
 
@@ -257,12 +319,25 @@ class Training:
         async with self._updating:
             if self._waves:
                 await self._evaluated()  # by one version, where that costs nothing
-            newest = self._newest
-            if newest.version == self._in_engines:
+            if self._newest.version == self._in_engines:
                 return
             with self._feeder.holding():
+                self._in_engines = await self._updated()
+            self._expire()
+
+    async def _updated(self) -> int:
+        """The version that the engines took. Raises NoEngine, and ManagerError if they take none."""
+        while True:
+            newest = self._newest
+            try:
                 await self._made.gateway.update(newest)
-                self._in_engines = newest.version
+                return newest.version
+            except NoEngine:
+                raise
+            except ManagerError:
+                if newest is self._newest:
+                    raise
+                # It was deleted while they read it: there are so many newer ones.
 
     def _update_beside(self) -> None:
         task = asyncio.create_task(self._bring_up_to_date(), name=f"update to {self._newest.version}")
@@ -280,6 +355,8 @@ class Training:
         if not isinstance(error, Exception):
             raise error
         self._failure = self._failure or error
+        if self._evaluating is not None:
+            self._evaluating.cancel()
         self._bell.ring()
 
     @asynccontextmanager
@@ -330,7 +407,9 @@ class Training:
         self._tell(line)
 
     def _evaluate_beside(self) -> None:
-        """Unless one is under way: whoever is slower than the steps skips some."""
+        """Unless one is under way: whoever is slower than the steps skips some. Nor when the run is to end at once."""
+        if self._cause == INTERRUPTED or self._failure is not None:
+            return
         if self._evaluating is None or self._evaluating.done():
             self._evaluating = asyncio.create_task(self._evaluate(), name="evaluation")
             self._besides.add(self._evaluating)
@@ -340,6 +419,19 @@ class Training:
         """Until none is under way."""
         if self._evaluating is not None:
             await asyncio.wait({self._evaluating})
+
+    async def _warm_up(self) -> None:
+        """The policy before its first step, saved."""
+        while not self._savable:
+            self.warming = True
+            try:
+                await self._warm()
+                self.warming, self._savable = False, True
+                await self._save()
+            except TrainerDied as error:
+                self._savable = False
+                await self._made.gateway.update(await self._restarted(error, None), rollback=True)
+                self._notice("trainer", f"{error}; the warm start begins anew")
 
     async def _warm(self) -> None:
         wanted = warmed_tasks(self._settings)
@@ -390,20 +482,33 @@ class Training:
         except ManagerError as error:
             self._notice("checkpoint", f"no checkpoint of step {step}: {error}")
 
+    async def _restarted(self, error: ManagerError, checkpoint: Path | None) -> Weights:
+        """A trainer that lives. Raises ManagerError, if there is no end to its dying."""
+        while True:
+            self._deaths += 1
+            if self._deaths > TRAINER_DEATHS_MAX:
+                raise ManagerError(f"the trainer died {self._deaths} times and got no further: {error}") from error
+            try:
+                return await self._trainer.start(checkpoint)
+            except TrainerDied as another:
+                error = another
+
     async def _go_back(self, error: ManagerError) -> None:
         """The trainer is gone, and with it every version since the last checkpoint: its samples return, what newer
-        versions wrote is dropped, and the engines take the older weights. Raises ManagerError, if there is no end to
-        it."""
-        self._deaths += 1
-        if self._deaths > TRAINER_DEATHS_MAX:
-            raise ManagerError(f"the trainer died {self._deaths} times and got no further: {error}") from error
+        versions wrote is dropped, and the engines take the older weights. Raises ManagerError, if it cannot."""
+        self._savable = False
         found = await asyncio.to_thread(self._run.latest)
-        assert found is not None, "there is one before the first step"
+        if found is None:
+            raise ManagerError(f"{error}; there is no checkpoint to go back to") from error
         version = found.state.version
         cause = f"of a lineage that was lost: training goes on from version {version}"
+        if self._evaluated_version > version:
+            self._evaluated_version = -1
+            if self._evaluating is not None:
+                self._evaluating.cancel()
         with self._feeder.holding():
             async with self._updating:
-                self._newest = await self._trainer.start(found.path)
+                self._newest = await self._restarted(error, found.path)
                 self._made.rollout.expire_after(version, cause)
                 await self._made.gateway.update(self._newest, rollback=True)
                 self._in_engines = version
@@ -413,6 +518,7 @@ class Training:
             self._ledger.dropped(dropped)
             self._log.close()
             self._log = self._run.go_on(found)
+            self._savable = True
         waiting = self.buffer.statistics().waiting
         self._notice(
             "rollback",

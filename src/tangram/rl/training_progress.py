@@ -80,8 +80,8 @@ class TrainingSoFar:
                 self.mode, self.alpha = line.mode, line.alpha
                 self.step = self.step_first = line.step
                 self.steps.clear()
-                if line.step:
-                    self.phase = TRAINING
+                warms_up = not line.resumed_from and any(task.warm_until > 0.0 for task in self.settings.tasks)
+                self.phase, self.doing = WARMING if warms_up else TRAINING, ""
             case Warmed():
                 self._warmed(line)
             case Trained():
@@ -93,6 +93,9 @@ class TrainingSoFar:
                     task.held_out_first = score if task.held_out_first is None else task.held_out_first
             case Noticed():
                 self.noticed.append(line)
+                if line.step is not None:  # it went back to a checkpoint
+                    self.step = line.step
+                    self.steps.clear()
             case Over():
                 self.phase, self.over = ENDED, line
 
@@ -176,6 +179,8 @@ class TrainingProgress:
     def tell(self, line: AnyLine) -> None:
         with self._lock:
             self.so_far.take(line)
+            if isinstance(line, Began):  # from here on its time is that of the run, as in all that is written of it
+                self._began_s = self._clock() - line.at_s
         if isinstance(line, Noticed) and self._teller is not None:
             from tangram.rl.training_screen import noticed
 
@@ -207,6 +212,9 @@ class TrainingProgress:
             return {name: count for name, count in counts.items() if count}
 
     def elapsed_s(self) -> float:
+        """Since the run began, before it was resumed too; until it begins, since it was started."""
+        if self.so_far.over is not None:
+            return self.so_far.over.at_s
         return self._clock() - self._began_s
 
     # ---- how it is told ----

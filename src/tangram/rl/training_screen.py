@@ -183,6 +183,8 @@ def _share(run: TrainingSoFar) -> float:
 def _where(run: TrainingSoFar) -> str:
     if run.phase == STARTING:
         return plain(run.doing) or "what it needs is made ready"
+    if run.phase == WARMING and run.warm is None:
+        return plain(run.doing) or "what is to be imitated is made ready"
     if run.phase == WARMING and run.warm is not None:
         return f"step {run.warm.step:,} of at most {run.settings.warm_start.steps_max:,}, loss {_number(run.warm.loss)}"
     cause = f" ({plain(run.over.cause)})" if run.over is not None else ""

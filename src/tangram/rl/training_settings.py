@@ -210,3 +210,28 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
                 f"truncated or behaviour: in mode {mode} samples are older than the weights they train, and without a "
                 "correction each would count as if it were new (a ratio of 1)",
             )
+        for at, engine in enumerate(self.engines):
+            if engine.kind != self.engines[0].kind:
+                expected = f"{self.engines[0].kind} as engines[0]: weights are published for one kind of engines"
+                raise InvalidConfig(f"engines[{at}].kind", engine.kind, expected)
+        self._teachers_are_asked()
+
+    def _teachers_are_asked(self) -> None:
+        """Each once, and whoever asks one finds it: here, or at the service where actions run."""
+        if self.objective.kind == "distill":
+            for at, task in enumerate(self.tasks):
+                if task.reward.kind != "teacher":
+                    expected = f'"teacher" with its service, as objective.kind = "distill" has {task.name} learn by one'
+                    raise InvalidConfig(f"tasks[{at}].reward.kind", task.reward.kind, expected)
+        names = [teacher.name for teacher in self.teachers]
+        asked = [task.reward.service if task.reward.kind == "teacher" else "" for task in self.tasks]
+        for at, name in enumerate(asked):
+            if name and name not in names and not self.outside.url:
+                known = ", ".join(names) if names else "there are none: [[teachers]] with a name and a checkpoint"
+                raise InvalidConfig(f"tasks[{at}].reward.service", name, f"one of the teachers ({known})")
+        for at, name in enumerate(names):
+            if name in names[:at]:
+                raise InvalidConfig(f"teachers[{at}].name", name, "each name once")
+            if name not in asked:
+                expected = 'one that a task asks, by reward = { kind = "teacher", service = NAME }; or no such teacher'
+                raise InvalidConfig(f"teachers[{at}].name", name, expected)

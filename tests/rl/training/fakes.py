@@ -28,7 +28,13 @@ from tangram.rl.settings import GroupSettings, TaskSettings
 from tangram.rl.trainer import TrainerDied
 from tangram.rl.training import Training
 from tangram.rl.training_records import AnyLine, Batch, Demonstration, Stepped
-from tangram.rl.training_settings import CheckpointSettings, EvaluationSettings, TrainingSettings, TrainSettings
+from tangram.rl.training_settings import (
+    CheckpointSettings,
+    EvaluationSettings,
+    TrainingSettings,
+    TrainSettings,
+    WarmStartSettings,
+)
 
 WORDS = Words(("go", "look"))
 STEP_S = 0.004
@@ -42,7 +48,7 @@ class Random:
     words: ClassVar[tuple[str, ...]] = ("go", "look")
     turns_max: ClassVar[int] = 5
     tokens_max: ClassVar[int] = 3
-    agents: ClassVar[dict[str, Any]] = {}
+    agents: ClassVar[dict[str, Any]] = {"teacher": lambda chance: Goes()}
 
     def __init__(self, outside: Outside, *, fails: float = 0.0, step_s: float = STEP_S) -> None:
         self._fails, self._step_s = fails, step_s
@@ -64,6 +70,24 @@ class Random:
         pass
 
 
+class Sometimes(Random):
+    """Of which one group of three never ends by itself."""
+
+    def __init__(self, outside: Outside) -> None:
+        super().__init__(outside, step_s=0.001)
+        self._never = int(outside.trajectory.split("/")[1]) % 3 == 0 if outside.trajectory.count("/") > 1 else False
+
+    async def step(self, action: str) -> Step:
+        if self._never:
+            await asyncio.Event().wait()
+        return await super().step(action)
+
+
+class Goes:
+    def act(self, observation: str) -> str:
+        return "go"
+
+
 class FakeTrainer:
     """Counts. `dies(version)` says whether the step from this version kills it."""
 
@@ -72,6 +96,10 @@ class FakeTrainer:
         self.batches: list[Batch] = []
         """Those of the lineage that survives, in order."""
         self.starts = 0
+        self.deaths_at_start = 0
+        """Of the next starts after the first, how many it dies of."""
+        self.imitations = 0
+        self.deaths_by_imitation = 0
         self._step_s = step_s
         self._version = -1
         self._stepped = asyncio.Event()
@@ -88,11 +116,18 @@ class FakeTrainer:
 
     async def start(self, checkpoint: Path | None = None) -> Weights:
         self.starts += 1
+        if self.starts > 1 and self.deaths_at_start:
+            self.deaths_at_start -= 1
+            raise TrainerDied("killed by a test while it started")
         self._version = int((checkpoint / "trainer").read_text()) if checkpoint is not None else 0
         self.batches = self.batches[: self._version]
         return Weights(version=self._version, folder="")
 
     async def imitate(self, episodes: Sequence[Demonstration]) -> float:
+        self.imitations += 1
+        if self.deaths_by_imitation:
+            self.deaths_by_imitation -= 1
+            raise TrainerDied("killed by a test while it imitated")
         return 0.0
 
     async def publish(self, version: int) -> Weights:
@@ -128,6 +163,8 @@ def settings_of(
     seed: int = 0,
     every: int = 3,
     step_s: float = STEP_S,
+    evaluations: int = 4,
+    warm_until: float = 0.0,
     **schedule: Any,
 ) -> TrainSettings:
     return TrainSettings(
@@ -140,10 +177,12 @@ def settings_of(
                 options={"fails": fails, "step_s": step_s},
                 retries=0,
                 backoff_s=0.0,
+                warm_until=warm_until,
             ),
         ),
         training=TrainingSettings(mode=mode, staleness=alpha, steps=steps, batch=batch, **schedule),  # type: ignore[arg-type]
-        evaluation=EvaluationSettings(every=4, episodes=2),
+        warm_start=WarmStartSettings(episodes=4, batch=2, steps_max=4, check_every=2, check_episodes=2),
+        evaluation=EvaluationSettings(every=evaluations, episodes=2),
         checkpoints=CheckpointSettings(every=every, keep=2),
     )
 

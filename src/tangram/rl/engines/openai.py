@@ -10,7 +10,8 @@ keeps its own. Once it has taken weights, it is given those of the order at each
 anew meanwhile.
 
 What it writes may be trained on only if the server tells ids and log-probabilities of the distribution that it samples
-from, and has taken weights; else it serves evaluation, and `shortcoming` says what is missing.
+from, and has taken weights; else it serves evaluation, and `shortcoming` says what is missing. One that trained does
+not start any more if it cannot now: nobody would notice that it writes with other weights.
 
 What a server is asked differs by its dialect:
 
@@ -121,6 +122,8 @@ class OpenAIEngine:
         self._takes_weights = False
         self._has_taken = False
         """Whether it has been given weights, in this life or one before."""
+        self._has_trained = False
+        """Whether what it wrote could be trained on, in this life or one before."""
         self._unfit = ""
         """Why what it writes cannot be trained on, whoever's weights it has."""
         self._tells_logprobs = False
@@ -155,8 +158,12 @@ class OpenAIEngine:
             raise ManagerError(str(error)) from error
         self._unfit = "; ".join(each for each in (missing, unfit) if each)
         if self._has_taken:
+            if missing:
+                raise ManagerError(f"engine {self.name}: it had taken weights, and now {missing}")
             await self._load(weights)
         self._assess()
+        if self._has_trained and not self.trains:
+            raise ManagerError(f"engine {self.name}: what it wrote was trained on, and now {self.shortcoming}")
 
     async def _no_control(self) -> str:
         """Why it takes no weights; empty if it does. It is asked to go on, which also wakes a server that was left
@@ -173,6 +180,7 @@ class OpenAIEngine:
         its_own = ITS_OWN if self._takes_weights and not self._has_taken else ""
         self.shortcoming = "; ".join(each for each in (self._unfit, its_own) if each)
         self.trains = not self.shortcoming
+        self._has_trained = self._has_trained or self.trains
 
     async def fetch(self, weights: Weights) -> None:
         """A server reads them when it is told to take them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, cast
@@ -24,8 +25,8 @@ from tangram.rl.engines.base import Weights
 from tangram.rl.nn import checkpoint
 from tangram.rl.nn.samples import Pass
 from tangram.rl.nn.transformer import Transformer
-from tangram.rl.nn.weights import publish
-from tangram.rl.whole_folder import remove_whole, whole_folder
+from tangram.rl.nn.weights import exchange, publish
+from tangram.rl.whole_folder import UNFINISHED, sweep, whole_folder
 
 
 class Policy(Protocol):
@@ -65,10 +66,11 @@ class Policy(Protocol):
 
 
 class OurPolicy:
-    """One of nn/transformer.py."""
+    """One of nn/transformer.py. `for_others`: what serves it reads checkpoints, as servers of others do."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, *, for_others: bool = False) -> None:
         self.module = model.eval()
+        self._for_others = for_others
         self.vocabulary = model.config.vocabulary
         self.context_max: int | None = model.config.context_max
 
@@ -95,9 +97,11 @@ class OurPolicy:
         return model._logits(x.flatten(0, 1)[at])
 
     def frozen(self) -> Self:
-        return type(self)(copy.deepcopy(self.module).requires_grad_(False))
+        return type(self)(copy.deepcopy(self.module).requires_grad_(False), for_others=self._for_others)
 
     def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> Weights:
+        if self._for_others:
+            return publish_checkpoint(self, folder, version, replace=replace)
         return publish(self.module, self.module.config, folder, version, replace=replace)
 
     def save(self, folder: Path | str) -> None:
@@ -143,16 +147,16 @@ class HuggingFacePolicy:
 
     def publish(self, folder: Path | str, version: int, *, replace: bool = False) -> Weights:
         """As a checkpoint of its own: what serves such a model reads that."""
-        path = Path(folder) / f"{version:08d}"
-        if replace and path.exists():
-            remove_whole(path)
-        self.save(path)
-        return Weights(version=version, folder=str(path))
+        return publish_checkpoint(self, folder, version, replace=replace)
 
     def save(self, folder: Path | str) -> None:
         quiet()
+        safetensors = checkpoint.library()
         with whole_folder(Path(folder)) as unfinished:
-            self.module.save_pretrained(unfinished)
+            try:
+                self.module.save_pretrained(unfinished)
+            except safetensors.SafetensorError as error:
+                raise ManagerError(f"{folder} cannot be written: {error}") from error
 
     def restore(self, folder: Path | str) -> None:
         found = pretrained(folder, self.module.dtype).state_dict()
@@ -162,14 +166,26 @@ class HuggingFacePolicy:
         self.module.load_state_dict(found)
 
 
+def publish_checkpoint(policy: Policy, folder: Path | str, version: int, *, replace: bool) -> Weights:
+    """As servers of others read it. Raises ManagerError; then what was there is there still."""
+    path = Path(folder) / f"{version:08d}"
+    sweep(path.parent)
+    place_taken = replace and path.exists()
+    new = path.parent / f"{UNFINISHED}{uuid.uuid4().hex}" if place_taken else path
+    policy.save(new)
+    if place_taken:
+        exchange(new, path)
+    return Weights(version=version, folder=str(path))
+
+
 # ---- which one --------------------------------------------------------------------------------------------------
 
 
-def load(folder: Path | str, *, dtype: torch.dtype = torch.float32) -> Policy:
+def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, for_others: bool = False) -> Policy:
     """Ours, if the checkpoint can be read into it: only such a policy is served by our engines. Else as transformers
-    reads it. Raises ManagerError, with what each of them says."""
+    reads it. `for_others`: servers of others serve it. Raises ManagerError, with what each of them says."""
     try:
-        return OurPolicy(checkpoint.load(folder, dtype=dtype))
+        return OurPolicy(checkpoint.load(folder, dtype=dtype), for_others=for_others)
     except (InvalidConfig, ManagerError) as refused:
         try:
             return HuggingFacePolicy(pretrained(folder, dtype))

@@ -19,16 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol
 
 import torch
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError, TangramError
 from tangram.rl import trainer_messages as messages
 from tangram.rl.assembly import first_model
-from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Weights
-from tangram.rl.nn.policy import Policy, load, policy_of
+from tangram.rl.nn.policy import OurPolicy, Policy, load
 from tangram.rl.nn.weights import forget, rollback
 from tangram.rl.owner import Owner
 from tangram.rl.trainer_messages import (
@@ -148,19 +147,13 @@ class Trainer:
         return weights
 
 
-class _Sized:
-    """All that is asked of a codec here."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
 def first_policy(settings: TrainSettings, vocabulary: int) -> Policy:
     """Raises InvalidConfig and ManagerError."""
     checkpoint = settings.policy.checkpoint
+    for_others = all(engine.kind == "openai" for engine in settings.engines)
     if not checkpoint:
-        return policy_of(first_model(settings, cast(Codec, _Sized(vocabulary))))
-    policy = load(checkpoint)
+        return OurPolicy(first_model(settings, vocabulary), for_others=for_others)
+    policy = load(checkpoint, for_others=for_others)
     if policy.vocabulary < vocabulary:
         raise InvalidConfig(
             "policy.checkpoint", checkpoint, f"a model that knows all {vocabulary} tokens of its vocabulary"
