@@ -68,6 +68,8 @@ async def train(
                 tell(line)
 
         async with _begun(settings, run, both, client, progress, watch, resume) as training:
+            if log.left_out:
+                training.notice("metrics", log.left_out)
             return await _until_over(training)
 
 
@@ -151,6 +153,10 @@ async def _begun(
                 left=back.text if back is not None else (NO_CHECKPOINT if resume else ""),
             )
         )
+        for warning in found.warnings if found is not None else ():
+            training.notice("checkpoint", warning)
+        for change in run.changed:
+            training.notice("settings", change)
         yield training
 
 

@@ -21,10 +21,12 @@ class StepLedger:
         self._began_s = now_s
         self._engines: dict[str, EngineStatistics] = {}
         """As they were at the end of the step before."""
+        self._started = 0
+        """Groups, until then."""
         self._clear()
 
     def _clear(self) -> None:
-        self._started = self._aborted = self._discarded = 0
+        self._aborted = self._discarded = 0
         self._dropped: Counter[str] = Counter()
         self._waited: dict[str, float] = {}
         self._wait_s = self._pull_s = self._exposed_s = self._evaluation_s = 0.0
@@ -32,7 +34,6 @@ class StepLedger:
     # ---- what it is told ----
 
     def group_ended(self, group: Group) -> None:
-        self._started += 1
         self._aborted += sum(each.ending is Ending.STALE for each in group.left_out)
         self._discarded += written(group.left_out)
         if not group.members:
@@ -66,13 +67,14 @@ class StepLedger:
         stepped: Stepped,
         *,
         now_s: float,
+        started: int,
         buffered: int,
         in_flight: int,
         stages: Mapping[str, int],
         pools: tuple[PoolUse, ...],
         engines: Iterable[EngineStatistics],
     ) -> Trained:
-        """The step is done; what comes belongs to the next."""
+        """The step is done; what comes belongs to the next. `started`: groups, ever."""
         step_s = now_s - self._began_s
         made = Trained(
             at_s=now_s,
@@ -89,7 +91,7 @@ class StepLedger:
             tasks=tasks_of(batch),
             staleness=histogram(batch.staleness),
             groups=tuple(number_of(group.id) for group in batch.groups),
-            started=self._started,
+            started=max(0, started - self._started),
             dropped=dict(self._dropped),
             aborted=self._aborted,
             tokens_discarded=self._discarded,
@@ -99,7 +101,7 @@ class StepLedger:
             pools=pools,
             engines=self._uses(engines, step_s),
         )
-        self._began_s = now_s
+        self._began_s, self._started = now_s, started
         self._clear()
         return made
 

@@ -148,7 +148,7 @@ class Training:
             self._ledger.updated(event)
         elif isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
             try:
-                self._notice("engine", said(event))
+                self.notice("engine", said(event))
             except ManagerError as error:
                 self._fail(error)
 
@@ -196,7 +196,7 @@ class Training:
                 await self._save()
         except TrainerDied as error:
             if self._cause != "steps":
-                self._notice("checkpoint", f"no checkpoint of step {self.buffer.version}: {error}")
+                self.notice("checkpoint", f"no checkpoint of step {self.buffer.version}: {error}")
                 return True
             self._cause = ""
             await self._go_back(error)
@@ -243,6 +243,7 @@ class Training:
                     batch,
                     stepped,
                     now_s=self._now(),
+                    started=self.buffer.started,
                     buffered=self.buffer.statistics().waiting,
                     in_flight=len(self._feeder.playing),
                     stages=self._stages(),
@@ -383,7 +384,7 @@ class Training:
             )
             if stall is None:
                 continue
-            self._notice("stall", stall.text)
+            self.notice("stall", stall.text)
             if stall.give_up:
                 raise ManagerError(f"{stall.number} stalls in a row; {stall.text}", retry=False)
             free(self._made.rollout, stall)
@@ -431,7 +432,7 @@ class Training:
             except TrainerDied as error:
                 self._savable = False
                 await self._made.gateway.update(await self._restarted(error, None), rollback=True)
-                self._notice("trainer", f"{error}; the warm start begins anew")
+                self.notice("trainer", f"{error}; the warm start begins anew")
 
     async def _warm(self) -> None:
         wanted = warmed_tasks(self._settings)
@@ -480,7 +481,7 @@ class Training:
         except TrainerDied:
             raise
         except ManagerError as error:
-            self._notice("checkpoint", f"no checkpoint of step {step}: {error}")
+            self.notice("checkpoint", f"no checkpoint of step {step}: {error}")
 
     async def _restarted(self, error: ManagerError, checkpoint: Path | None) -> Weights:
         """A trainer that lives. Raises ManagerError, if there is no end to its dying."""
@@ -520,10 +521,11 @@ class Training:
             self._log = self._run.go_on(found)
             self._savable = True
         waiting = self.buffer.statistics().waiting
-        self._notice(
+        self.notice(
             "rollback",
             f"{error}; training goes on from the checkpoint of step {found.step}: {waiting} groups wait to be trained "
             f"on, and {len(dropped)} are dropped as samples of versions that are lost",
+            step=found.step,
         )
 
     # ---- small things ----
@@ -536,7 +538,7 @@ class Training:
             else:
                 self._log.append_lost(group.id, group.cause)
         except ManagerError as error:
-            self._notice("checkpoint", f"{group.id} is not in the log of samples: {error}")
+            self.notice("checkpoint", f"{group.id} is not in the log of samples: {error}")
         self._ledger.group_ended(group)
         if group.members:
             self._stall.progress(self._now())
@@ -555,8 +557,8 @@ class Training:
             counts.update(task.playing)
         return dict(counts)
 
-    def _notice(self, kind: str, text: str) -> None:
-        self._tell(Noticed(at_s=self._now(), kind=kind, text=text))
+    def notice(self, kind: str, text: str, step: int | None = None) -> None:
+        self._tell(Noticed(at_s=self._now(), kind=kind, text=text, step=step))
 
     def _now(self) -> float:
         return time.monotonic() - self._began

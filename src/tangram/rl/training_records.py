@@ -156,7 +156,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trained(Line, frozen=True, kw_only=True):
-    """A gradient step. Its time is cut into what it waited for and what it did: wait_s + train_s + other_s = step_s."""
+    """A gradient step. Its time is what it waited for, what it trained, and little else."""
 
     step: int
     """Counts from 1; the version that it made."""
@@ -214,7 +214,7 @@ class Noticed(Line, frozen=True, kw_only=True):
     """Something that whoever looks at the run should know: an engine was lost, a stall, a fallback, a rollback."""
 
     kind: str
-    """`engine`, `stall`, `rollback`, `resume`, `trainer`, `checkpoint`."""
+    """`engine`, `stall`, `rollback`, `checkpoint`, `settings`, `metrics`."""
     text: str
     step: int | None = None
     """From which training goes on after a rollback."""
