@@ -42,10 +42,10 @@ from tangram.sim.statistics import mean_of
 
 OPTIONS = ("report",)
 TASKS: dict[str, TaskSettings] = {
-    "frozenlake": TaskSettings(name="frozenlake", warm_until=0.15, weight=2.0),
+    "frozenlake": TaskSettings(name="frozenlake", warm_until=0.12),
     "chain": TaskSettings(name="chain", warm_until=0.12),
-    "codefix": TaskSettings(name="codefix", warm_until=0.36, concurrency=64),
-    "lookup": TaskSettings(name="lookup", warm_until=0.15),
+    "codefix": TaskSettings(name="codefix", warm_until=0.3, concurrency=64, weight=2.0),
+    "lookup": TaskSettings(name="lookup", warm_until=0.12),
 }
 MIX = ("frozenlake", "codefix", "lookup")
 LAST = 5
