@@ -19,8 +19,8 @@ from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.evaluation import SEED_FIRST, evaluate, held_out
 from tangram.rl.rollout import Rollout, tickets
 from tangram.rl.run_folder import CHECKPOINTS, open_run
-from tangram.rl.settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
-from tangram.rl.training_settings import EvaluationSettings, TrainSettings
+from tangram.rl.settings import EngineSettings, GroupSettings, RewardSettings, RolloutSettings, TaskSettings
+from tangram.rl.training_settings import EvaluationSettings, TeacherSettings, TrainSettings
 
 Cli = Callable[..., Any]
 
@@ -125,6 +125,24 @@ def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, trained: Path, t
     with open_run(tmp_path / "empty", SETTINGS, resume=False):
         pass
     assert "has none yet" in cli("rl", "eval", tmp_path / "empty").err
+    (tmp_path / "other").mkdir()
+    assert "the folder of a run, with checkpoints in it" in cli("rl", "eval", tmp_path / "other").err
+    gone = cli("rl", "eval", trained / CHECKPOINTS / folder_name(7))
+    assert gone.code == 2 and "(there are 00000000, 00000020)" in gone.err
+
+
+def test_one_task_of_a_run_goes_without_the_teachers_of_others(tmp_path: Path) -> None:
+    from tangram.cli.rl_eval import _of_task
+
+    def asks(name: str) -> RewardSettings:
+        return RewardSettings(kind="teacher", service=name)
+
+    whole = TrainSettings(
+        tasks=(TaskSettings(name="chain", reward=asks("one")), TaskSettings(name="frozenlake", reward=asks("two"))),
+        teachers=tuple(TeacherSettings(name=name, checkpoint="x") for name in ("one", "two")),
+    )
+    alone = _of_task(whole, "frozenlake")
+    assert isinstance(alone, TrainSettings) and [each.name for each in alone.teachers] == ["two"]
 
 
 # ---- held-out seeds and scores ----------------------------------------------------------------------------------

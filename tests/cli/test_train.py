@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tangram.cli.training_config import load_with
-from tangram.errors import InvalidConfig, ManagerError
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.metrics_log import MetricsLog
 from tangram.rl.run_folder import open_run
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
@@ -63,12 +63,18 @@ def step(number: int, reward: float) -> Trained:
     )
 
 
+def checkpoint_of(folder: Path) -> str:
+    """From the root, as a pipeline tells it."""
+    return str(folder.absolute() / "checkpoints" / "00000004")
+
+
 class Scripted:
     """A pipeline that does what it is told, in a real folder with a real log."""
 
     def __init__(self) -> None:
         self.settings: TrainSettings | None = None
         self.resumed = False
+        self.refuse: Exception | None = None
         self.fail: Exception | None = None
         self.cause = "steps"
 
@@ -93,6 +99,8 @@ class Scripted:
 
             assert progress is not None
             progress(0.5, "starting")
+            if self.refuse is not None:
+                raise self.refuse
             first = 2 if resume else 0
             came = "00000002" if resume else ""
             both(Began(at_s=0.0, began_at=0.0, step=first, mode="rollart", alpha=1, resumed_from=came))
@@ -106,7 +114,7 @@ class Scripted:
                 raise self.fail
             both(Noticed(at_s=15.0, kind="engine", text="engine-0 was lost and is back"))
             both(Evaluated(at_s=16.0, step=4, seconds=1.0, scores={"frozenlake": 0.9, "chain": 0.75}))
-            over = Over(at_s=17.0, step=4, cause=self.cause, checkpoint=str(folder / "checkpoints" / "00000004"))
+            over = Over(at_s=17.0, step=4, cause=self.cause, checkpoint=checkpoint_of(folder))
             both(over)
             return over
 
@@ -128,11 +136,18 @@ def test_a_run_ends_with_what_was_reached_and_where_everything_is(cli: Cli, conf
     assert ["frozenlake", "0.400", "0.400", "0.900", "0.400", "8"] in rows
     assert ["chain", "0.100", "0.750", "0.400", "8"] in rows
     assert "rollart, α 1: 4 steps in 17 s" in done.out
-    assert "16 samples, at most 1 versions old; groups that were dropped: 1 stale" in done.out
+    assert "16 samples, at most 1 version old; groups that were dropped: 1 stale" in done.out
     assert "noticed: engine: engine-0 was lost and is back" in done.out
     assert "report:      build/runs/small/report.html" in done.out and Path("build/runs/small/report.html").is_file()
     assert "tensorboard --logdir build/runs/small/tensorboard" in done.out
-    assert "tangram rl eval build/runs/small" in done.out and "00000004" in done.out
+    assert "tangram rl eval build/runs/small" in done.out
+    assert "checkpoint:  build/runs/small/checkpoints/00000004" in done.out, "it was told from the root"
+    assert "over: step 4 of 4 (steps)" in done.err and "; 17 s so far" in done.err, "as long as the summary says"
+
+
+def test_one_is_not_several(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    pipeline.fail = ManagerError("no more")
+    assert "rollart, α 1: 1 step in 11 s" in cli("train", config, "--steps", 1).out
 
 
 def test_json_prints_the_summary_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -186,6 +201,23 @@ def test_there_must_be_something_to_resume(cli: Cli, config: Path, pipeline: Scr
     assert cli("train", config, "--resume", "--fresh").code == 2
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_anything_starts(
+    cli: Cli, config: Path, pipeline: Scripted, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out, why in (("file", "it is a file"), ("file/below", "Not a directory"), ("/proc/run", "No such file")):
+        for how in ((), ("--fresh",)):
+            wrong = cli("train", config, "--out", out, *how)
+            assert wrong.code == 2 and f"--out: expected a folder that can be written ({why}" in wrong.err
+    assert pipeline.settings is None and (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert cli("train", config).code == 0
+    assert "it is a folder" in cli("train", config, "--fresh", "--report", config.parent).err
+    assert Path("build/runs/small/metrics.jsonl").exists()
+
+
 def test_fresh_deletes_the_run_and_nothing_else(cli: Cli, config: Path, pipeline: Scripted) -> None:
     folder = Path("build/runs/small")
     assert cli("train", config).code == 0
@@ -219,10 +251,30 @@ def test_an_end_that_was_not_meant_is_a_failure(cli: Cli, config: Path, pipeline
     assert failed.code == 1 and failed.json["cause"] == "3 stalls in a row" and "3 stalls in a row" in failed.err
 
 
-def test_settings_that_cannot_be_trained_with_end_with_2(cli: Cli, config: Path, pipeline: Scripted) -> None:
-    pipeline.fail = InvalidConfig("sampling.top_k", 5, "0")
+@pytest.mark.parametrize("error", [InvalidInput("batch", "nan", "groups that can be trained on"),
+                                   InvalidConfig("engine a", "one for evaluation", "one that trains")])  # fmt: skip
+def test_what_is_wrong_with_a_run_that_began_is_a_failure_of_it(
+    cli: Cli, config: Path, pipeline: Scripted, error: InvalidInput
+) -> None:
+    pipeline.fail = error
+    failed = cli("train", config)
+    assert failed.code == 1 and f"the run failed: {error}" in failed.err
+    assert f"go on with it: tangram train {config} --resume" in failed.err
+    assert "4 steps in" in failed.out and Path("build/runs/small/report.html").is_file()
+
+
+def test_settings_that_cannot_be_trained_with_end_with_2_and_leave_nothing(
+    cli: Cli, config: Path, pipeline: Scripted
+) -> None:
+    pipeline.refuse = InvalidConfig("sampling.top_k", 5, "0")
     wrong = cli("train", config)
-    assert wrong.code == 2 and "sampling.top_k" in wrong.err
+    assert wrong.code == 2 and "sampling.top_k" in wrong.err and "so far" not in wrong.err
+    assert not Path("build/runs/small").exists()
+    pipeline.refuse = None
+    assert cli("train", config).code == 0, "repaired, it begins"
+    pipeline.refuse = InvalidConfig("seed", 5, "4")
+    assert cli("train", config, "--resume").code == 2
+    assert Path("build/runs/small/metrics.jsonl").stat().st_size, "what there was before stays"
 
 
 WAITS = """
@@ -323,6 +375,10 @@ def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:
         (".x=1", "key=value"),
         ("tasks.frozenlak.weight=2", "did you mean frozenlake?"),
         ("tasks.2.weight=2", "0 to 1"),
+        ("engines.1.count=2", "0: there is one"),
+        ("engines[0].cuont=2", "did you mean count?"),
+        ("teachers.0.name=x", "there is no [[teachers]] in it"),
+        ("objective.kind=distill", "tasks[0].reward.kind"),
         ("tasks.chain.wieght=2", "did you mean weight?"),
         ("tasks=3", "tasks.NAME.KEY=VALUE"),
         ("objective.correction=none", "in mode rollart samples are older"),
@@ -342,6 +398,7 @@ def test_what_is_wrong_with_the_file_is_said_of_the_file(cli: Cli, config: Path)
     wrong = cli("train", config, "--explain")
     assert wrong.code == 2 and str(config) in wrong.err and "chain" in wrong.err
     assert cli("train", config.parent / "none.toml").code == 2
+    assert "got 'a folder'" in cli("train", config.parent).err
     config.write_text("[training\n")
     assert f"{config}:1" in cli("train", config, "--set", "seed=1").err
     config.write_bytes(b"run = '\xff'\n")
@@ -355,7 +412,7 @@ def test_changes_are_values_of_toml_or_plain_words(config: Path) -> None:
         "tasks.0.options.size=4",
         "tasks.chain.reward.kind=environment",
         "tasks.chain.options.names=['a', \"b\", 1.5, true]",
-        "engines.0.count=2",
+        "engines[0].count=2",
         "training.seconds_max = 1e3",
         "policy.checkpoint=weights",
         "training.batch_min=1",
@@ -375,8 +432,41 @@ def test_a_change_may_give_what_the_file_lacks(config: Path) -> None:
 
 
 def test_the_paths_of_teachers_start_at_the_folder_of_the_file(config: Path) -> None:
-    config.write_text(CONFIG + '[[teachers]]\nname = "wise"\ncheckpoint = "wise/weights"\n')
+    asked = 'reward = { kind = "teacher", service = "wise" }\n'
+    config.write_text(CONFIG + asked + '[[teachers]]\nname = "wise"\ncheckpoint = "wise/weights"\n')
     assert load_with(TrainSettings, config).teachers[0].checkpoint == str(config.parent / "wise" / "weights")
+
+
+ASKS = 'reward = { kind = "teacher", service = "wise" }\n'
+WISE = '[[teachers]]\nname = "wise"\ncheckpoint = "x"\n'
+LAKE = CONFIG.replace("warm_until = 0.5\n", ASKS)
+DISTILL = LAKE + ASKS + '[objective]\nkind = "distill"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LAKE + '[objective]\nkind = "distill"\n' + WISE, 'tasks[1].reward.kind: expected "teacher"'),
+        (DISTILL, "tasks[0].reward.service: expected one of the teachers (there are none: [[teachers]]"),
+        (DISTILL + WISE.replace("wise", "wist"), "tasks[0].reward.service: expected one of the teachers (wist)"),
+        (CONFIG + WISE, "teachers[0].name: expected one that a task asks"),
+        (DISTILL + WISE + WISE, "teachers[1].name: expected each name once"),
+        (CONFIG + '[[engines]]\n[[engines]]\nkind = "openai"\nurl = "http://a"\n', "engines[1].kind: expected process"),
+    ],
+)
+def test_who_teaches_whom_is_asked_for_before_anything_starts(
+    cli: Cli, config: Path, pipeline: Scripted, text: str, said: str
+) -> None:
+    config.write_text(text)
+    wrong = cli("train", config)
+    assert wrong.code == 2 and str(config) in wrong.err and said in wrong.err, wrong.err
+    assert pipeline.settings is None
+
+
+@pytest.mark.parametrize("text", [DISTILL + WISE, LAKE + WISE, DISTILL + '[outside]\nurl = "http://a"\n'])
+def test_teachers_of_some_tasks_of_all_or_of_others_are_taken(config: Path, text: str) -> None:
+    config.write_text(text)
+    assert load_with(TrainSettings, config).task("frozenlake").reward.kind == "teacher"
 
 
 def test_a_rollout_takes_the_config_of_a_training_run(cli: Cli, config: Path) -> None:

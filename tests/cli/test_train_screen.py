@@ -141,6 +141,37 @@ def test_before_the_first_step_it_says_what_it_does() -> None:
     assert "making images" in "\n".join(shown(view))
 
 
+def test_once_it_has_begun_it_does_not_say_that_it_starts() -> None:
+    assert running().so_far.phase == TRAINING, "no task is warmed up"
+    view = TrainingProgress(msgspec.structs.replace(settings(), tasks=(TaskSettings(name="chain", warm_until=0.5),)))
+    view.starting(0.8, "engines start: engine")
+    view.tell(began())
+    assert view.so_far.phase == WARMING and "engines start" not in "\n".join(shown(view))
+    view.starting(0.0, "demonstrations of chain")
+    assert "demonstrations of chain" in "\n".join(shown(view))
+    view.tell(msgspec.structs.replace(began(), resumed_from="checkpoints/00000000"))
+    assert view.so_far.phase == TRAINING, "its warm start was before"
+
+
+def test_its_time_is_that_of_the_run() -> None:
+    clock = Clock()
+    view = TrainingProgress(settings(), clock=clock)
+    clock.now += 9.0
+    assert view.elapsed_s() == 9.0
+    view.tell(msgspec.structs.replace(began(40), at_s=100.0))
+    clock.now += 5.0
+    assert view.elapsed_s() == 105.0, "what it took before it was resumed counts, and what it took to start does not"
+    view.tell(Over(at_s=104.0, step=41, cause="steps"))
+    clock.now += 5.0
+    assert view.elapsed_s() == 104.0, "as the summary has it"
+
+
+def test_a_run_that_went_back_shows_where_it_is() -> None:
+    view = running(trained(5), trained(6))
+    view.tell(Noticed(at_s=9.0, kind="rollback", text="the trainer died", step=4))
+    assert "step 4 of 100" in "\n".join(shown(view))
+
+
 def test_the_warm_start_has_a_bar_of_its_own() -> None:
     view = running(Warmed(at_s=1.0, step=20, loss=1.25, scores={"chain": 0.3}))
     assert view.so_far.phase == WARMING

@@ -19,6 +19,8 @@ from tangram.rl.training_settings import TrainSettings
 
 STATE = "state.pt"
 HALF = "half.pt"
+WAITS_S = 0.003
+"""Between two pieces of what is computed: still at work for whoever looks, and others have the cores meanwhile."""
 
 
 class Adder:
@@ -85,7 +87,8 @@ class Adder:
             case "compute":
                 until = time.monotonic() + float(file.name)
                 while time.monotonic() < until:
-                    torch.rand(100, 100).sum()
+                    torch.rand(400, 400).sum()
+                    time.sleep(WAITS_S)
             case "memory":
                 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
                 torch.ones(1 << 33)

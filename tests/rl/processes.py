@@ -7,7 +7,8 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
+"""Of a test: a hang is a failure. It may start several processes that import PyTorch, on a busy machine."""
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -6,10 +6,14 @@ import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
+from tests.rl.gateway.servers import ModelServer
 
 from tangram.errors import InvalidConfig
-from tangram.rl.assembly import assembled
+from tangram.rl.assembly import assembled, require_served
+from tangram.rl.codec import Codec
+from tangram.rl.engines.base import Weights
 from tangram.rl.published import PREFIX, SHARED_MEMORY
 from tangram.rl.rollout import Collected, tickets
 from tangram.rl.settings import (
@@ -57,16 +61,17 @@ def test_a_task_that_acts_outside_is_played_by_plain_processes_too() -> None:
 
 
 def test_nothing_is_left() -> None:
-    before = set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+    folders: list[Path] = []
 
     async def main() -> None:
         async with assembled(settings_of(tasks=(TaskSettings(name="chain"),))) as made:
-            assert set(SHARED_MEMORY.glob(f"{PREFIX}*")) - before == {made.folder}
+            assert made.folder in set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+            folders.append(made.folder)
             raise KeyError
 
     with pytest.raises(KeyError):
         asyncio.run(main())
-    assert set(SHARED_MEMORY.glob(f"{PREFIX}*")) <= before
+    assert not folders[0].exists()
 
 
 @pytest.mark.parametrize(
@@ -82,9 +87,55 @@ def test_what_cannot_be_made_is_said(wrong: dict[str, object], said: str) -> Non
         played(settings_of(**wrong), 1)
 
 
-def test_a_checkpoint_brings_its_words(tmp_path: Path) -> None:
-    import msgspec
+@pytest.mark.parametrize("control", [True, False])
+def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not_at_all(
+    tmp_path: Path, control: bool
+) -> None:
+    folder = tmp_path / "first"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).touch()
 
+    async def first(codec: Codec, published: Path) -> Weights:
+        return Weights(version=0, folder=str(folder))
+
+    async def main() -> None:
+        async with asyncio.timeout(60), ModelServer("vllm", control=control) as server:
+            engines = (EngineSettings(name="theirs", kind="openai", url=server.url),)
+            settings = msgspec.structs.replace(settings_of(tasks=(TaskSettings(name="chain"),)), engines=engines)
+            async with assembled(settings) as made:
+                assert server.weights == "none", "a rollout takes a server as it is"
+                assert made.weights.version == 0
+            told: list[str] = []
+            async with assembled(settings, first=first, progress=lambda share, words: told.append(words)):
+                assert server.weights == str(folder)
+            assert told == ["the trainer starts", "engines start: theirs"]
+
+    if control:
+        asyncio.run(main())
+    else:
+        with pytest.raises(InvalidConfig, match=r"engine theirs: .*it takes no weights"):
+            asyncio.run(main())
+
+
+def test_our_engines_are_refused_for_a_policy_that_they_cannot_load(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 30}')
+    (tmp_path / "words.json").write_text('["a", "b"]')
+    wrong = settings_of(tasks=(TaskSettings(name="chain"),), policy=PolicySettings(checkpoint=str(tmp_path)))
+    said: list[str] = []
+
+    async def main() -> None:
+        async with assembled(wrong, progress=lambda share, words: said.append(words)):
+            raise AssertionError("it was assembled")
+
+    with pytest.raises(InvalidConfig, match=r'engines\[0\].kind: expected "openai".*Llama and Qwen2 kinds only'):
+        asyncio.run(main())
+    assert not said, "nothing was started"
+    theirs = (EngineSettings(kind="openai", url="http://127.0.0.1:1"),)
+    require_served(msgspec.structs.replace(wrong, engines=theirs))
+
+
+def test_a_checkpoint_brings_its_words(tmp_path: Path) -> None:
     from tangram.rl.codec import Words
     from tangram.rl.environments.registry import words_of
     from tangram.rl.nn.checkpoint import save

@@ -194,6 +194,12 @@ def test_a_run_that_went_back_by_itself_forgets_what_it_lost(tmp_path: Path) -> 
     assert steps(path) == [("Began", 0), ("Trained", 1), ("Trained", 2)]
 
 
+def test_a_run_that_went_back_and_made_no_step_since_has_lost_what_it_lost(tmp_path: Path) -> None:
+    back = Noticed(at_s=0.0, kind="rollback", text="to 1", step=1)
+    path = written(tmp_path, began(), trained(1), evaluated(1), trained(2), evaluated(2), trained(3), back)
+    assert steps(path) == [("Began", 0), ("Trained", 1), ("Evaluated", 1)]
+
+
 def test_an_evaluation_that_comes_late_counts(tmp_path: Path) -> None:
     path = written(tmp_path, began(), trained(1), trained(2), evaluated(1), trained(3))
     assert ("Evaluated", 1) in steps(path) and len(steps(path)) == 5
@@ -253,6 +259,16 @@ def test_tensorboard_forgets_the_steps_of_lost_weights(tmp_path: Path) -> None:
     written(tmp_path, began(1, "checkpoints/1"), trained(2, 0.75), resume=True)
     shown = [(step, values["reward/chain"]) for step, values in events(tmp_path)]
     assert shown == [(1, pytest.approx(0.1)), (2, 0.75)]
+
+
+@pytest.mark.parametrize("step", [1, None])
+def test_tensorboard_forgets_the_steps_that_a_run_lost_without_ending(tmp_path: Path, step: int | None) -> None:
+    back = Noticed(at_s=0.0, kind="rollback", text="to 1", step=step)
+    later = () if step is not None else (trained(2, 0.75),)
+    written(tmp_path, began(), warmed(10), trained(1, 0.5), trained(2, 0.25), trained(3, 0.125), back, *later)
+    shown = [(number, values["reward/chain"]) for number, values in events(tmp_path) if "reward/chain" in values]
+    assert shown == [(1, 0.5), *((2, 0.75) for _ in later)]
+    assert [number for number, values in events(tmp_path) if "warm/loss" in values] == [10], "it is not lost with them"
 
 
 def test_without_tensorboardx_the_rest_is_written_and_it_is_said(

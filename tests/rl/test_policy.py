@@ -181,6 +181,33 @@ def test_what_others_serve_is_published_as_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["00000004"]
 
 
+@pytest.mark.parametrize("kind", ["ours", "gpt2"])
+def test_what_cannot_be_published_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    policy: Any = OurPolicy(ours(), for_others=True) if kind == "ours" else policy_of(gpt2())
+    weights = policy.publish(tmp_path, 4)
+    before = (Path(weights.folder) / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patched:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patched.setattr("safetensors.torch.save_file", full)
+        patched.setattr(type(policy.module), "save_pretrained", full, raising=False)
+        with pytest.raises(ManagerError, match="No space left"):
+            policy.publish(tmp_path, 4, replace=True)
+    assert (Path(weights.folder) / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["00000004"]
+
+
+def test_our_policies_are_published_as_checkpoints_for_servers_of_others(tmp_path: Path) -> None:
+    checkpoint.save(ours(), tmp_path / "model")
+    weights = load(tmp_path / "model", for_others=True).publish(tmp_path / "published", 0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(weights.folder)
+    assert theirs.config.model_type == "llama"
+
+
 def test_weights_of_another_size_are_not_restored(tmp_path: Path) -> None:
     checkpoint.save(Transformer.new(small(VOCABULARY, width=8, heads=2), 0), tmp_path / "other")
     policy = policy_of(ours())

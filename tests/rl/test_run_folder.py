@@ -23,7 +23,7 @@ from tangram.rl.settings import (
     SamplingSettings,
     TaskSettings,
 )
-from tangram.rl.training_settings import ObjectiveSettings, TrainingSettings, TrainSettings
+from tangram.rl.training_settings import ObjectiveSettings, TeacherSettings, TrainingSettings, TrainSettings
 
 LAKE = TaskSettings(name="frozenlake", options={"size": 4}, concurrency=8)
 CHAIN = TaskSettings(name="chain", turns_max=7)
@@ -128,7 +128,6 @@ REFUSED = {
     "policy.checkpoint": replace(USUAL, policy=PolicySettings(checkpoint="elsewhere")),
     "groups.size": replace(USUAL, groups=GroupSettings(size=4)),
     "sampling.temperature": replace(USUAL, sampling=SamplingSettings(temperature=0.7)),
-    "objective.kind": replace(USUAL, objective=ObjectiveSettings(kind="distill")),
     "objective.kl": replace(USUAL, objective=ObjectiveSettings(kl=0.1)),
     "engines.context_max": replace(USUAL, engines=(EngineSettings(context_max=512),)),
     "tasks": replace(USUAL, tasks=(LAKE,)),
@@ -147,6 +146,19 @@ def test_what_gives_the_samples_and_weights_their_meaning_stays(tmp_path: Path, 
         open_run(tmp_path, REFUSED[key], resume=True)
     assert refused.value.field == key
     assert read_settings(tmp_path) == USUAL
+
+
+def test_samples_that_a_teacher_scored_are_not_trained_on_by_their_rewards(tmp_path: Path) -> None:
+    taught = RewardSettings(kind="teacher", service="wise")
+    distilled = replace(
+        USUAL,
+        tasks=(replace(LAKE, reward=taught), replace(CHAIN, reward=taught)),
+        teachers=(TeacherSettings(name="wise", checkpoint="wise"),),
+        objective=ObjectiveSettings(kind="distill"),
+    )
+    open_run(tmp_path, distilled, resume=False).close()
+    with pytest.raises(InvalidConfig, match=r"objective.kind: expected 'distill' as before"):
+        open_run(tmp_path, replace(distilled, objective=ObjectiveSettings()), resume=True)
 
 
 def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:

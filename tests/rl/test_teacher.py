@@ -224,29 +224,32 @@ def played(client: Client | None, temperature: float = 1.0) -> Played:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("deaths", "retries", "ends_well"), [(2, 2, True), (9, 1, False)])
-def test_a_teacher_that_is_killed_is_asked_again_and_then_there_is_no_reward(
-    folder: Path, tmp_path: Path, deaths: int, retries: int, ends_well: bool
-) -> None:
-    lives = tmp_path / "lives"
-    lives.write_text("dies\n" * deaths)
-    arguments = {"checkpoint": str(folder / "one"), "lives": str(lives)}
-    service = Service(name="one", engine="tests.rl.dying_teacher:Dying", arguments=arguments)
-
+def scored(service: Service, tmp_path: Path, retries: int) -> Score:
     async def main() -> Score:
         options: dict[str, Any] = {"services": [service], "devices": [Emulated(memory_bytes=DEVICE_BYTES_MIN)]}
         async with connection(tmp_path, "process", **options) as client:
             settings = RewardSettings(kind="teacher", service="one", retries=retries)
             return await make_reward(settings, client).score(played(client))
 
-    if not ends_well:
-        with pytest.raises(RewardFailed, match="service one: no reward after 2 tries: "):
-            asyncio.run(main())
-        return
-    score = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def test_a_teacher_that_is_killed_is_asked_again(folder: Path, tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    lives.write_text("dies\n")
+    arguments = {"checkpoint": str(folder / "one"), "lives": str(lives)}
+    score = scored(Service(name="one", engine="tests.rl.dying_teacher:Dying", arguments=arguments), tmp_path, retries=1)
     right = plain(load(folder / "one"), [4, 5, 6, 7, 1] * 2, [2, 3, 4, 7, 8, 9])
     assert score.teacher_logprobs == pytest.approx(right, abs=CLOSE)
     assert not lives.read_text()
+
+
+def test_of_a_teacher_that_is_killed_each_time_there_is_no_reward(tmp_path: Path) -> None:
+    """It has no model: what it would say does not matter, and its processes need no PyTorch."""
+    lives = tmp_path / "lives"
+    with pytest.raises(RewardFailed, match="service one: no reward after 2 tries: "):
+        scored(Service(name="one", engine="tests.rl.doomed:Doomed", arguments={"lives": str(lives)}), tmp_path, 1)
+    assert len(lives.read_text().splitlines()) >= 2, "it was asked for each try"
 
 
 # ---- as a reward ----
@@ -335,10 +338,10 @@ def settings_of(folder: Path, *names: str, by_task: tuple[str, ...] = ("one", "o
     )
 
 
-def test_teachers_that_are_asked_are_services_and_others_are_not(folder: Path) -> None:
-    needs = needs_of_teachers(settings_of(folder, "one", "strange", "other"), CODEC)
+def test_teachers_that_are_asked_are_services(folder: Path) -> None:
+    needs = needs_of_teachers(settings_of(folder, "one", "other"), CODEC)
     assert [each.name for each in needs["services"]] == ["one", "other"]
-    assert needs_of_teachers(settings_of(folder, "one", tasks=(TaskSettings(name="chain"),)), CODEC) == {}
+    assert needs_of_teachers(settings_of(folder, tasks=(TaskSettings(name="chain"),)), CODEC) == {}
 
 
 def test_devices_are_joined_with_those_of_tasks() -> None:
@@ -393,13 +396,15 @@ def test_a_teacher_that_somebody_else_serves_is_asked_for_its_vocabulary(folder:
     async def main() -> None:
         options: dict[str, Any] = {"services": [service], "devices": [Emulated(memory_bytes=DEVICE_BYTES_MIN)]}
         async with connection(tmp_path, "process", **options) as client:
-            settings = settings_of(folder, by_task=("one", "one"))
+            elsewhere = OutsideSettings(url="http://127.0.0.1:1")
+            settings = settings_of(folder, by_task=("one", "one"), outside=elsewhere)
             sizes = f"has {CODEC.size + 5} tokens, got 'one of {CODEC.size} tokens'"
             with pytest.raises(InvalidConfig, match=f"teacher one: vocabulary: .*{sizes}"):
                 await hear_teachers(client, settings, CODEC.size)
             await hear_teachers(client, settings, CODEC.size + 5)
+            other = settings_of(folder, by_task=("other", "one"), outside=elsewhere)
             with pytest.raises(InvalidConfig, match="teacher other: service"):
-                await hear_teachers(client, settings_of(folder, by_task=("other", "one")), CODEC.size)
+                await hear_teachers(client, other, CODEC.size)
 
     asyncio.run(main())
 

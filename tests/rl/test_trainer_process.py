@@ -14,49 +14,13 @@ import pytest
 import torch
 from tests.rl.learners import HALF, STATE
 from tests.rl.processes import gone, leaving_nothing, until
+from tests.rl.trainers import EPISODE, SETTINGS, SIZE, batch, group, trainer_in
 
 from tangram.errors import InvalidInput, ManagerError
 from tangram.rl.engines.base import Weights
 from tangram.rl.nn.weights import pull, versions
-from tangram.rl.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.settings import EngineSettings, PolicySettings, TaskSettings
 from tangram.rl.trainer import TrainerDied
 from tangram.rl.trainer_process import ProcessTrainer, stripped
-from tangram.rl.training_records import Batch, Demonstration
-from tangram.rl.training_settings import TrainSettings
-
-SIZE = 29
-SETTINGS = TrainSettings(
-    tasks=(TaskSettings(name="chain"), TaskSettings(name="frozenlake", turns_max=50, tokens_max=40)),
-    policy=PolicySettings(layers=1, width=16, heads=2),
-    engines=(EngineSettings(context_max=32),),
-)
-ADDER = "tests.rl.learners:Adder"
-EPISODE = Demonstration(task="chain", tokens=(1, 2, 3), is_action=(False, True, True))
-
-
-def trainer_in(tmp_path: Path, **options) -> ProcessTrainer:
-    return ProcessTrainer(SETTINGS, SIZE, tmp_path / "published", **({"learner": ADDER} | options))
-
-
-def group(task: str = "chain", rewards: tuple[float, ...] = (0.0, 1.0), cause: str = "") -> Group:
-    """The task says how the step goes."""
-    turn = Turn(observation="see", observation_tokens=(1, 2), action="go", tokens=(3,), logprobs=(-0.5,), versions=(0,))
-    members = tuple(
-        Trajectory(
-            id=f"{task}/0/{member}.0", task=task, group=f"{task}/0", member=member, attempt=0, seed=7, turns=(turn,),
-            observation="over", ending=Ending.FINISHED, reward=reward,
-            spans=(Span(stage=Stage.STEP, began_s=0.0, ended_s=1.0),),
-        )
-        for member, reward in enumerate(rewards)
-    )  # fmt: skip
-    return Group(
-        id=f"{task}/0", task=task, seed=7, members=members, left_out=members[:1], wanted=len(members), cause=cause
-    )
-
-
-def batch(version: int, *groups: Group) -> Batch:
-    return Batch(version=version, groups=groups or (group(),))
 
 
 def run(trainer: ProcessTrainer, test: Callable[[], Awaitable[None]]) -> None:
@@ -106,7 +70,9 @@ def test_it_imitates_steps_and_publishes_each_version_once(tmp_path: Path) -> No
     run(trainer, test)
 
 
-def test_a_batch_that_cannot_be_trained_on_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_what_is_refused_changes_nothing_and_what_nobody_waits_for_any_more_is_done_before_what_comes_next(
+    tmp_path: Path,
+) -> None:
     trainer = trainer_in(tmp_path)
 
     async def test() -> None:
@@ -120,18 +86,10 @@ def test_a_batch_that_cannot_be_trained_on_is_refused_and_changes_nothing(tmp_pa
         assert names(tmp_path) == ["00000000"]
         assert (await trainer.step(batch(0))).weights.version == 1
 
-    run(trainer, test)
-
-
-def test_what_nobody_waits_for_any_more_is_done_before_what_comes_next(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-
-    async def test() -> None:
-        await trainer.start()
-        first = asyncio.create_task(trainer.step(batch(0)))
+        given_up = asyncio.create_task(trainer.step(batch(1)))
         await asyncio.sleep(0)
-        first.cancel()
-        assert (await trainer.step(batch(1))).weights.version == 2
+        given_up.cancel()
+        assert (await trainer.step(batch(2))).weights.version == 3
 
     run(trainer, test)
 
@@ -184,7 +142,14 @@ def test_from_a_checkpoint_the_next_step_is_the_same_and_later_versions_are_gone
         await trainer.step(batch(2))
         assert names(tmp_path) == ["00000001", "00000002", "00000003"]
 
-        back = await trainer.start(checkpoint)  # it runs still: the owner goes back
+        # It runs still: the owner goes back, first to what is not there.
+        with pytest.raises(ManagerError, match="No such file") as failed:
+            await trainer.start(tmp_path / "nowhere")
+        assert not isinstance(failed.value, TrainerDied) and not failed.value.retry
+        with pytest.raises(TrainerDied):
+            await trainer.step(batch(3))
+        assert names(tmp_path) == ["00000001", "00000002", "00000003"]
+        back = await trainer.start(checkpoint)
         assert back.version == 1
         assert names(tmp_path) == ["00000001"]
         assert same(content((await trainer.step(batch(1))).weights), second)
@@ -192,30 +157,27 @@ def test_from_a_checkpoint_the_next_step_is_the_same_and_later_versions_are_gone
     run(trainer, test)
 
 
-def test_a_checkpoint_that_is_not_there_is_told(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-
-    async def test() -> None:
-        with pytest.raises(ManagerError, match="No such file") as failed:
-            await trainer.start(tmp_path / "nowhere")
-        assert not isinstance(failed.value, TrainerDied) and not failed.value.retry
-        with pytest.raises(TrainerDied):
-            await trainer.step(batch(0))
-        assert (await trainer.start()).version == 0
-
-    run(trainer, test)
-
-
 # ---- it is killed ----
 
 
-def test_killed_during_a_step_it_says_so_and_starts_again(tmp_path: Path) -> None:
-    trainer, here = trainer_in(tmp_path), tmp_path / "here"
+def test_killed_whatever_it_does_it_says_so_leaves_nothing_half_and_starts_again(tmp_path: Path) -> None:
+    """One trainer, that dies while it has nothing to do, steps, publishes and saves."""
+    trainer = trainer_in(tmp_path)
+    stepping, publishing, good, bad = (tmp_path / name for name in ("stepping", "publishing", "good", "bad"))
+    for each in (good, bad):
+        each.mkdir()
+    (bad / "slow").touch()
 
     async def test() -> None:
         await trainer.start()
-        step = asyncio.create_task(trainer.step(batch(0, group("wait", cause=str(here)))))
-        await until(here.exists)
+        os.kill(trainer.pid, signal.SIGKILL)
+        await until(lambda: not trainer.alive)
+        with pytest.raises(TrainerDied, match="signal 9"):
+            await trainer.publish(0)
+
+        await trainer.start()
+        step = asyncio.create_task(trainer.step(batch(0, group("wait", cause=str(stepping)))))
+        await until(stepping.exists)
         os.kill(trainer.pid, signal.SIGKILL)
         with pytest.raises(TrainerDied, match="trainer: it ended with signal 9"):
             await step
@@ -223,39 +185,18 @@ def test_killed_during_a_step_it_says_so_and_starts_again(tmp_path: Path) -> Non
         with pytest.raises(TrainerDied, match="signal 9"):
             await trainer.imitate([EPISODE])
         assert names(tmp_path) == ["00000000"]
+
         await trainer.start()
         assert (await trainer.step(batch(0))).weights.version == 1
-
-    run(trainer, test)
-
-
-def test_killed_while_it_publishes_nothing_half_is_there(tmp_path: Path) -> None:
-    trainer, here = trainer_in(tmp_path), tmp_path / "here"
-
-    async def test() -> None:
-        await trainer.start()
-        await trainer.step(batch(0))
-        step = asyncio.create_task(trainer.step(batch(1, group("slow publishing", cause=str(here)))))
-        await until(here.exists)
+        step = asyncio.create_task(trainer.step(batch(1, group("slow publishing", cause=str(publishing)))))
+        await until(publishing.exists)
         os.kill(trainer.pid, signal.SIGKILL)
         with pytest.raises(TrainerDied, match="signal 9"):
             await step
         assert [each.version for each in versions(tmp_path / "published")] == [0, 1]
+
         await trainer.start()
         assert names(tmp_path) == ["00000000"], "what was left unfinished is swept, what is later is gone"
-
-    run(trainer, test)
-
-
-def test_killed_while_it_saves_it_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    for each in (good, bad):
-        each.mkdir()
-    (bad / "slow").touch()
-
-    async def test() -> None:
-        await trainer.start()
         await trainer.step(batch(0))
         await trainer.save(good)
         saving = asyncio.create_task(trainer.save(bad))
@@ -264,20 +205,6 @@ def test_killed_while_it_saves_it_goes_on_from_the_checkpoint_before(tmp_path: P
         with pytest.raises(TrainerDied, match="signal 9"):
             await saving
         assert (await trainer.start(good)).version == 1
-
-    run(trainer, test)
-
-
-def test_killed_while_it_has_nothing_to_do_it_is_noticed_and_starts_again(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-
-    async def test() -> None:
-        await trainer.start()
-        os.kill(trainer.pid, signal.SIGKILL)
-        await until(lambda: not trainer.alive)
-        with pytest.raises(TrainerDied, match="signal 9"):
-            await trainer.publish(0)
-        await trainer.start()
 
     run(trainer, test)
 
@@ -298,13 +225,16 @@ def test_killed_while_it_starts_it_has_died(tmp_path: Path) -> None:
 # ---- it breaks down ----
 
 
-def test_what_a_learner_raises_is_quoted(tmp_path: Path) -> None:
+def test_what_a_learner_raises_is_quoted_and_so_is_that_there_is_no_memory(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path)
 
     async def test() -> None:
         await trainer.start()
         with pytest.raises(TrainerDied, match=r"(?s)code 1; it said last.*ZeroDivisionError: a loss of one's own"):
             await trainer.step(batch(0, group("broken")))
+        await trainer.start()
+        with pytest.raises(TrainerDied, match="can't allocate memory"):
+            await trainer.step(batch(0, group("memory")))
 
     run(trainer, test)
 
@@ -319,20 +249,10 @@ def test_a_learner_that_is_not_there_is_named(tmp_path: Path) -> None:
     run(trainer, test)
 
 
-def test_without_memory_it_dies_and_says_of_what(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-
-    async def test() -> None:
-        await trainer.start()
-        with pytest.raises(TrainerDied, match="can't allocate memory"):
-            await trainer.step(batch(0, group("memory")))
-        await trainer.start()
-
-    run(trainer, test)
-
-
-def test_on_a_full_disk_nothing_half_is_published_and_the_step_is_not_lost(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
+def test_on_a_full_disk_nothing_half_is_published_or_saved_and_the_step_is_not_lost(tmp_path: Path) -> None:
+    trainer, folder = trainer_in(tmp_path), tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "other").touch()
 
     async def test() -> None:
         await trainer.start()
@@ -342,28 +262,14 @@ def test_on_a_full_disk_nothing_half_is_published_and_the_step_is_not_lost(tmp_p
         assert names(tmp_path) == ["00000000"]
         with pytest.raises(ManagerError, match="File too large"):
             await trainer.publish(1)
-        with pytest.raises(ManagerError, match="File too large"):
-            await trainer.step(batch(1, group("chain")))
-        assert names(tmp_path) == ["00000000"]
-        assert (await trainer.step(batch(2, group("room")))).weights.version == 3
-
-    run(trainer, test)
-
-
-def test_on_a_full_disk_nothing_half_is_saved(tmp_path: Path) -> None:
-    trainer, folder = trainer_in(tmp_path), tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "other").touch()
-
-    async def test() -> None:
-        await trainer.start()
-        with pytest.raises(ManagerError, match="File too large"):
-            await trainer.step(batch(0, group("full")))
         with pytest.raises(ManagerError, match="cannot be written") as failed:
             await trainer.save(folder)
         assert not isinstance(failed.value, TrainerDied)
         assert os.listdir(folder) == ["other"]
-        await trainer.step(batch(1, group("room")))
+        with pytest.raises(ManagerError, match="File too large"):
+            await trainer.step(batch(1, group("chain")))
+        assert names(tmp_path) == ["00000000"]
+        assert (await trainer.step(batch(2, group("room")))).weights.version == 3
         await trainer.save(folder)
         assert sorted(os.listdir(folder)) == [HALF, "other", STATE]
 
@@ -437,7 +343,7 @@ def test_one_that_was_not_started_says_so(tmp_path: Path) -> None:
 OWNER = """
 import asyncio
 from pathlib import Path
-from tests.rl.test_trainer_process import batch, group, trainer_in
+from tests.rl.trainers import batch, group, trainer_in
 
 async def main():
     trainer = trainer_in(Path({folder!r}))

@@ -114,8 +114,15 @@ def _found(checkpoint: Path, config: Path | None) -> Found:
     from tangram.rl.training_settings import TrainSettings
 
     if not checkpoint.is_dir():
-        raise InvalidConfig("checkpoint", str(checkpoint), "a folder: of a run, or of one of its checkpoints")
-    folder = _newest(checkpoint / CHECKPOINTS) if (checkpoint / CHECKPOINTS).is_dir() else checkpoint
+        raise InvalidConfig("checkpoint", str(checkpoint), f"a folder: of a run, or of {_known(checkpoint)}")
+    folder = checkpoint
+    if (checkpoint / CHECKPOINTS).is_dir():
+        folder = _newest(checkpoint / CHECKPOINTS)
+    elif checkpoint.resolve().name == CHECKPOINTS:
+        folder = _newest(checkpoint)
+    elif not (checkpoint / "config.json").is_file():
+        expected = f"the folder of a run, with {CHECKPOINTS} in it, or of a checkpoint, with config.json"
+        raise InvalidConfig("checkpoint", str(checkpoint), expected)
     run = folder.resolve().parent.parent
     if config is not None:
         settings = load_with(TrainSettings, config)
@@ -129,6 +136,17 @@ def _found(checkpoint: Path, config: Path | None) -> Found:
     policy = msgspec.structs.replace(settings.policy, checkpoint=str(folder.resolve()))
     step = int(folder.name) if folder.name.isdecimal() else None
     return Found(folder, step, msgspec.structs.replace(settings, policy=policy))
+
+
+def _known(checkpoint: Path) -> str:
+    """Which checkpoints there are, where one was meant that is not there."""
+    from tangram.rl.checkpoints import folder_name, steps_in
+    from tangram.rl.run_folder import CHECKPOINTS
+
+    folder = checkpoint.parent
+    steps = steps_in(folder) if folder.name == CHECKPOINTS and folder.is_dir() else []
+    there = f" (there are {', '.join(map(folder_name, steps))})" if steps else ""
+    return f"one of its checkpoints{there}"
 
 
 def _newest(folder: Path) -> Path:
@@ -151,6 +169,8 @@ def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
 
     import msgspec
 
+    from tangram.rl.training_settings import TrainSettings
+
     if task is None:
         return settings
     names = [each.name for each in settings.tasks]
@@ -158,7 +178,11 @@ def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
         near = difflib.get_close_matches(task, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
         raise InvalidConfig("--task", task, f"a task of the run ({hint})")
-    return msgspec.structs.replace(settings, tasks=(settings.task(task),))
+    alone = settings.task(task)
+    if isinstance(settings, TrainSettings):  # with the teacher that it asks, and no other
+        teachers = tuple(each for each in settings.teachers if each.name == alone.reward.service)
+        return msgspec.structs.replace(settings, tasks=(alone,), teachers=teachers)
+    return msgspec.structs.replace(settings, tasks=(alone,))
 
 
 def _asked(found: Found, episodes: int | None, temperature: float | None) -> Asked:

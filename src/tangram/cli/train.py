@@ -12,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from tangram.errors import InvalidConfig, InvalidInput, InvariantError, TangramE
 
 if TYPE_CHECKING:
     from tangram.rl.affinity import Binding
+    from tangram.rl.training_records import AnyLine
     from tangram.rl.training_settings import TrainSettings
 
 RUNS = Path("build/runs")
@@ -96,10 +97,15 @@ def train(
         _explain(binding, settings, folder, as_json=as_json)
         return
     again = _command(config, out, changes or [], steps, seed)
-    _require_place(folder, again, resume=resume, fresh=fresh)
     if report is not None:
         options.output_files(report=report)
-    ended = asyncio.run(_run(settings, folder, resume=resume, quiet=quiet or as_json))
+    _require_place(folder, again, resume=resume, fresh=fresh)
+    try:
+        ended = asyncio.run(_run(settings, folder, resume=resume, quiet=quiet or as_json))
+    except InvalidInput:
+        if not resume:
+            _delete_unbegun(folder)
+        raise
     _say(ended, settings, folder, report, again, as_json=as_json)
     if ended.code:
         raise typer.Exit(ended.code)
@@ -120,11 +126,12 @@ def _settings(config: Path, changes: list[str], steps: int | None, seed: int | N
 def _binding(config: Path, settings: TrainSettings) -> Binding:
     """Raises InvalidConfig for tasks and classes that there are not."""
     from tangram.rl.affinity import explain
-    from tangram.rl.assembly import tasks_of
+    from tangram.rl.assembly import require_served, tasks_of
 
     sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
     try:
         tasks_of(settings)
+        require_served(settings)
         return explain(settings)
     except InvalidConfig as error:
         raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
@@ -158,6 +165,7 @@ def _require_place(folder: Path, again: str, *, resume: bool, fresh: bool) -> No
     """Raises InvalidConfig, if there is a run and none is expected, or the other way round."""
     from tangram.rl.run_folder import METRICS, SETTINGS
 
+    _require_writable(folder, make=not resume)
     there = any((folder / name).exists() for name in (SETTINGS, METRICS))
     if resume and not there:
         raise InvalidConfig("--resume", str(folder), "the folder of a run: there is none in it; begin without --resume")
@@ -166,6 +174,20 @@ def _require_place(folder: Path, again: str, *, resume: bool, fresh: bool) -> No
             expected = f"a folder without a run. Go on with the one in it: {again}; or begin another with --out RUN;"
             raise InvalidConfig("--out", str(folder), f"{expected} or delete it and begin anew with --fresh")
         _delete(folder)
+
+
+def _require_writable(folder: Path, *, make: bool) -> None:
+    """Raises InvalidConfig, if a run cannot be written there."""
+    import tempfile
+
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        if make or folder.is_dir():
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise InvalidConfig("--out", str(folder), f"a folder that can be written ({why})") from None
 
 
 def _delete(folder: Path) -> None:
@@ -194,6 +216,19 @@ def _delete(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
+def _delete_unbegun(folder: Path) -> None:
+    """What was made for a run that could not begin, so that it can once it is repaired."""
+    from tangram.rl.run_folder import METRICS
+
+    path = folder / METRICS
+    with suppress(InvalidConfig, OSError):
+        if path.exists():
+            if path.stat().st_size:
+                return  # there is a run: somebody else's
+            _delete(folder)
+        folder.rmdir()
+
+
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
@@ -204,15 +239,23 @@ class Ended(NamedTuple):
 
 
 async def _run(settings: TrainSettings, folder: Path, *, resume: bool, quiet: bool) -> Ended:
-    """Until it is over or stopped. Raises InvalidInput for what has to be changed, and InvariantError."""
+    """Until it is over or stopped. Raises InvalidInput for what has to be changed before it can begin, and
+    InvariantError."""
     from tangram.cli.train_summary import NORMAL
     from tangram.rl.pipeline import train
     from tangram.rl.training_progress import TrainingProgress
 
     view = TrainingProgress(settings, quiet=quiet)
+    begun = False
+
+    def tell(line: AnyLine) -> None:
+        nonlocal begun
+        begun = True
+        view.tell(line)
+
     with view:
         running = asyncio.ensure_future(
-            train(settings, folder, resume=resume, tell=view.tell, progress=view.starting, watch=view)
+            train(settings, folder, resume=resume, tell=tell, progress=view.starting, watch=view)
         )
         stopped = _Stopping(running, view)
         with stopped:
@@ -222,9 +265,11 @@ async def _run(settings: TrainSettings, folder: Path, *, resume: bool, quiet: bo
                 if stopped.by is None:
                     raise
                 return Ended(128 + stopped.by, "interrupted")
-            except (InvalidInput, InvariantError):
+            except InvariantError:
                 raise
             except TangramError as error:
+                if isinstance(error, InvalidInput) and not begun:
+                    raise
                 return Ended(EXIT_FAILED, str(error))
     if stopped.by is not None:
         return Ended(128 + stopped.by, "interrupted")

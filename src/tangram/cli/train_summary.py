@@ -38,9 +38,15 @@ def summary(lines: Sequence[AnyLine], settings: TrainSettings, folder: Path) -> 
         "groups_dropped": _dropped(steps),
         "tasks": {task.name: _task(task.name, lines) for task in settings.tasks},
         "noticed": [f"{line.kind}: {line.text}" for line in lines if isinstance(line, Noticed)],
-        "checkpoint": over.checkpoint if over is not None else "",
+        "checkpoint": _from(folder, over.checkpoint) if over is not None else "",
         "folder": str(folder),
     }
+
+
+def _from(folder: Path, path: str) -> str:
+    """As the folder is called."""
+    inside = Path(path).is_relative_to(folder.absolute()) if path else False
+    return str(folder / Path(path).relative_to(folder.absolute())) if inside else path
 
 
 def _dropped(steps: Sequence[Trained]) -> dict[str, int]:
@@ -67,7 +73,7 @@ def _task(name: str, lines: Sequence[AnyLine]) -> dict[str, Any]:
 
 
 def print_summary(found: dict[str, Any]) -> None:
-    title = f"{found['mode']}, α {found['alpha']}: {found['steps']:,} steps in {duration(found['seconds'])}"
+    title = f"{found['mode']}, α {found['alpha']}: {_counted(found['steps'], 'step')} in {duration(found['seconds'])}"
     table = show.table(title)
     for column in ("task", "warm", "first evaluation", "last evaluation", "last batch", "samples"):
         table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
@@ -79,7 +85,8 @@ def print_summary(found: dict[str, Any]) -> None:
         f"{count:,} {plain(cause)}" for cause, count in sorted(found["groups_dropped"].items()) if count
     )
     kept = f"; groups that were dropped: {dropped}" if dropped else ""
-    typer.echo(f"{found['samples']:,} samples, at most {found['staleness_max']} versions old{kept}")
+    age = _counted(found["staleness_max"], "version")
+    typer.echo(f"{_counted(found['samples'], 'sample')}, at most {age} old{kept}")
     for words in dict.fromkeys(found["noticed"][-5:]):
         typer.echo(f"noticed: {plain(words)}")
 
@@ -94,6 +101,10 @@ def print_places(found: dict[str, Any], tensorboard: Path | None, report: Path |
     if found["checkpoint"]:
         typer.echo(f"checkpoint:  {found['checkpoint']}")
         typer.echo(f"evaluate it: tangram rl eval {shlex.quote(str(folder))}")
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def _score(value: float | None) -> str:

@@ -6,7 +6,7 @@ is; and that paths are absolute: those of the file from its folder, as everywher
 
     training.staleness=2            a key of a table
     tasks.frozenlake.weight=2       of several tables, the one with that name
-    engines.0.count=2               ... or the one of that number, counted from 0
+    engines.0.count=2               ... or the one of that number, counted from 0; engines[0].count as well
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import datetime
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,8 @@ def load_with(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
 def _text_of(path: Path) -> str:
     try:
         if not path.is_file():
-            raise InvalidConfig(str(path), "no file" if not path.exists() else "something else", "a config file")
+            found = "no file" if not path.exists() else "a folder" if path.is_dir() else "something else"
+            raise InvalidConfig(str(path), found, "a config file, such as examples/multitask.toml")
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -96,7 +98,7 @@ def _absolute(config: R, path: Path) -> R:
 
 def _setting(text: str) -> Setting:
     name, equals, value = text.partition("=")
-    keys = tuple(key.strip() for key in name.split("."))
+    keys = tuple(key.strip() for key in re.sub(r"\[([^\[\]]*)\]", r".\1", name).split("."))
     if not equals or not all(keys):
         raise InvalidConfig(f"--set {text}", text, "key=value, such as training.staleness=2")
     return Setting(text, keys, _value(text, value.strip()))
@@ -168,7 +170,9 @@ def _which(setting: Setting, place: str, there: list[Any], key: str) -> int:
     known = [str(name) for name in names if name is not None]
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}" if known else "none has a name"
-    count = f"0 to {len(there) - 1}" if there else "there is none"
+    if not there:
+        raise InvalidConfig(f"--set {setting.text}", key, f"a table that the config has: there is no [[{place}]] in it")
+    count = f"0 to {len(there) - 1}" if len(there) > 1 else "0: there is one"
     raise InvalidConfig(
         f"--set {setting.text}", key, f"the name of one of [[{place}]] ({hint}), or its number ({count})"
     )

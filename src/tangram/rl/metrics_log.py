@@ -330,10 +330,13 @@ class _Board:
     def _goes_back(self, line: AnyLine) -> int | None:
         """The step from which training goes on: what TensorBoard has of later ones is of a lost lineage then."""
         back = None
-        if isinstance(line, Began) or (isinstance(line, Noticed) and line.step is not None):
-            back = self._step = line.step
-        elif isinstance(line, Trained):
-            back = line.step - 1 if line.step <= self._step else None
+        if isinstance(line, Began | Noticed):
+            back = line.step
+        elif isinstance(line, Trained) and line.step <= self._step:
+            back = line.step - 1
+        if back is not None:
+            self._step = back
+        if isinstance(line, Trained):
             self._step = line.step
         return back
 

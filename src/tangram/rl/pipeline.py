@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from tangram.client.client import Client
-from tangram.rl.assembly import assembled
+from tangram.rl.assembly import assembled, require_served
 from tangram.rl.buffer import SampleBuffer
 from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Sampling, Weights
@@ -79,6 +79,7 @@ def require_trainable(settings: TrainSettings) -> None:
     Sampling(
         temperature=drawn.temperature, top_k=drawn.top_k, top_p=drawn.top_p, keep_ids=drawn.keep_ids
     ).require_trainable()
+    require_served(settings)
 
 
 async def _until_over(training: Training) -> Over:

@@ -250,7 +250,7 @@ class TrainingProgress:
         if self._teller is not None:
             self._teller.join()
             self._teller = None
-        if not self._quiet:
+        if not self._quiet and self.so_far.phase != STARTING:  # else there is nothing to be said of it
             self._put(self.line())
 
     def _tell_lines(self) -> None:

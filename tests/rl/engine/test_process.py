@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.rl.processes import gone, leaving_nothing, until
+from tests.rl.processes import DEADLINE_S, gone, leaving_nothing, until
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.rl.engines import messages
@@ -83,28 +83,58 @@ def run(engine: ProcessEngine, weights: Weights | None, test: Callable[[], Await
     leaving_nothing(started, engine.close)
 
 
+class Shared:
+    """An engine for all tests that leave it as it was, in a loop of its own."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.runner = asyncio.Runner()
+        self.engine = ProcessEngine(settings(**SLOW, prefill_s_per_token=0.002), record_steps=True)
+        self.runner.run(self.engine.start(weights))
+
+    def run(self, test: Callable[[], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                before = asyncio.all_tasks()
+                await test()
+                known = self.engine.statistics()
+                assert (known.active, known.waiting, asyncio.all_tasks()) == (0, 0, before)
+
+        self.runner.run(main())
+
+    def close(self) -> None:
+        with self.runner:
+            self.runner.run(self.engine.close())
+
+
+@pytest.fixture(scope="module")
+def shared(published: list[Weights]) -> Iterator[Shared]:
+    made = Shared(published[0])
+    yield made
+    made.close()
+
+
 # ---- serving ----
 
 
-def test_requests_are_answered_each_by_itself_with_their_tokens(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings())
+def test_requests_are_answered_each_by_itself_with_their_tokens(shared: Shared) -> None:
+    engine, before = shared.engine, shared.engine.statistics()
     asked = [request(number, tokens_max=3 + number) for number in range(9)]
 
     async def test() -> None:
         for each, got in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
             assert got.tokens == in_process(each)
             assert (got.engine, got.finish, set(got.versions)) == ("engine", "length", {0})
-        await until(lambda: engine.statistics().prefill_tokens == 45)
+        await until(lambda: engine.statistics().prefill_tokens - before.prefill_tokens == 45)
         known = engine.statistics()
         assert (known.active, known.waiting) == (0, 0)
-        assert known.decode_tokens == sum(each.sampling.tokens_max - 1 for each in asked)
+        assert known.decode_tokens - before.decode_tokens == sum(each.sampling.tokens_max - 1 for each in asked)
         assert known.idle_s > 0.0
 
-    run(engine, published[0], test)
+    shared.run(test)
 
 
-def test_a_short_request_is_answered_while_a_long_one_goes_on(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings(**SLOW))
+def test_a_short_request_is_answered_while_a_long_one_goes_on(shared: Shared) -> None:
+    engine = shared.engine
 
     async def test() -> None:
         long = asyncio.create_task(engine.generate(request(1, tokens_max=50)))
@@ -113,11 +143,11 @@ def test_a_short_request_is_answered_while_a_long_one_goes_on(published: list[We
         assert engine.statistics().active + engine.statistics().waiting == 1
         await long
 
-    run(engine, published[0], test)
+    shared.run(test)
 
 
-def test_a_request_that_cannot_be_served_is_refused_and_disturbs_nobody(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings())
+def test_a_request_that_cannot_be_served_is_refused_and_disturbs_nobody(shared: Shared) -> None:
+    engine = shared.engine
 
     async def test() -> None:
         good = asyncio.create_task(engine.generate(request(1)))
@@ -125,7 +155,7 @@ def test_a_request_that_cannot_be_served_is_refused_and_disturbs_nobody(publishe
             await engine.generate(request(2, CONTEXT))
         assert (await good).tokens == in_process(request(1))
 
-    run(engine, published[0], test)
+    shared.run(test)
 
 
 def test_whoever_is_cancelled_aborts_his_request_in_the_engine(published: list[Weights]) -> None:
@@ -148,27 +178,25 @@ def test_whoever_is_cancelled_aborts_his_request_in_the_engine(published: list[W
     run(engine, published[0], test)
 
 
-def test_emulated_hardware_is_as_slow_as_it_is_said_to_be(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings(prefill_s_per_token=0.002, decode_s_per_step=0.004))
-
+def test_emulated_hardware_is_as_slow_as_it_is_said_to_be(shared: Shared) -> None:
     async def test() -> None:
-        got = await engine.generate(request(1, 8, tokens_max=6))
+        got = await shared.engine.generate(request(1, 8, tokens_max=6))
         assert got.prefill_s >= 8 * 0.002
-        assert got.decode_s >= 5 * 0.004
+        assert got.decode_s >= 5 * 0.02
 
-    run(engine, published[0], test)
+    shared.run(test)
 
 
-def test_steps_are_recorded_if_asked_for(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings(), record_steps=True)
+def test_steps_are_recorded_if_asked_for(shared: Shared) -> None:
+    engine, before = shared.engine, len(shared.engine.steps)
 
     async def test() -> None:
         await engine.generate(request(1))
-        await until(lambda: len(engine.steps) == 8)
-        assert engine.steps[0].commands == ("Add",)
-        assert [each.decoded for each in engine.steps] == [0] + [1] * 7
+        await until(lambda: len(engine.steps) - before == 8)
+        assert engine.steps[before].commands == ("Add",)
+        assert [each.decoded for each in engine.steps[before:]] == [0] + [1] * 7
 
-    run(engine, published[0], test)
+    shared.run(test)
 
 
 # ---- weights ----
@@ -199,8 +227,10 @@ def test_suspend_update_resume_continue_a_request_under_the_new_weights(publishe
     run(engine, published[0], test)
 
 
-def test_weights_that_cannot_be_had_leave_the_old_ones(published: list[Weights], tmp_path: Path) -> None:
-    engine = ProcessEngine(settings())
+def test_weights_that_cannot_be_had_leave_the_old_ones(
+    shared: Shared, published: list[Weights], tmp_path: Path
+) -> None:
+    engine = shared.engine
     damaged = publish(model(1), model(1).config, tmp_path, 5)
     bucket = next(Path(damaged.folder).glob("*.bucket"))
     content = bytearray(bucket.read_bytes())
@@ -220,8 +250,9 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(published: list[Weights],
             assert (got.tokens, set(got.versions)) == (in_process(request(1)), {0})
         await engine.update(published[1])
         assert (await engine.generate(request(1))).tokens == in_process(request(1), 1)
+        await engine.update(published[0])
 
-    run(engine, published[0], test)
+    shared.run(test)
 
 
 # ---- ends ----
@@ -255,12 +286,22 @@ def test_a_killed_engine_gives_each_request_back_with_what_was_written(published
     run(engine, published[0], test)
 
 
-def test_an_engine_that_says_nothing_while_it_has_work_counts_as_dead(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings(**SLOW), hang_s=2.0)
+def test_an_engine_without_work_may_be_silent_and_one_with_work_counts_as_dead_then(published: list[Weights]) -> None:
+    engine = ProcessEngine(settings(**SLOW), hang_s=1.5)
 
     async def test() -> None:
+        await engine.generate(request(1))
+        await engine.suspend()
+        waits = asyncio.create_task(engine.generate(request(2)))
+        silent_since = time.monotonic()
+        await until(lambda: time.monotonic() - silent_since > 2.5)
+        assert engine.alive and not waits.done()
+        await engine.resume()
+        assert (await waits).tokens == in_process(request(2))
+
+        known = engine.statistics().steps
         task = asyncio.create_task(engine.generate(request(1, tokens_max=55)))
-        await until(lambda: engine.statistics().steps > 20)
+        await until(lambda: engine.statistics().steps > known + 20)
         pid = engine.pid
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(EngineDied, match="said nothing for") as died:
@@ -278,22 +319,6 @@ def test_an_engine_that_says_nothing_while_it_has_work_counts_as_dead(published:
         )
         # Noise belongs to positions, so whoever goes on writes what would have been written.
         assert written + (await engine.generate(rest)).tokens == in_process(request(1, tokens_max=55))
-
-    run(engine, published[0], test)
-
-
-def test_an_engine_without_work_may_be_silent(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings(), hang_s=1.5)
-
-    async def test() -> None:
-        await engine.generate(request(1))
-        await engine.suspend()
-        waits = asyncio.create_task(engine.generate(request(2)))
-        silent_since = time.monotonic()
-        await until(lambda: time.monotonic() - silent_since > 2.5)
-        assert engine.alive and not waits.done()
-        await engine.resume()
-        assert (await waits).tokens == in_process(request(2))
 
     run(engine, published[0], test)
 
@@ -326,15 +351,16 @@ def test_an_engine_that_does_not_listen_is_closed_all_the_same(published: list[W
     run(engine, published[0], test)
 
 
-def test_it_is_not_started_twice(published: list[Weights]) -> None:
-    engine = ProcessEngine(settings(count=2), 1)
-    assert engine.name == "engine-1"
-
+def test_it_is_not_started_twice(shared: Shared, published: list[Weights]) -> None:
     async def test() -> None:
         with pytest.raises(ManagerError, match="runs already"):
-            await engine.start(published[0])
+            await shared.engine.start(published[0])
 
-    run(engine, published[0], test)
+    shared.run(test)
+
+
+def test_one_of_several_has_a_number_in_its_name() -> None:
+    assert ProcessEngine(settings(count=2), 1).name == "engine-1"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rl.gateway.conftest import STOP, a_request, weights
+from tests.rl.gateway.conftest import STOP, a_request, fake, weights
 from tests.rl.gateway.servers import ModelServer
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.rl.assembly import require_trainable_engines
 from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling, Weights
 from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, OpenAIEngine, Unreachable, seed_of
 from tangram.rl.gateway import Gateway
@@ -245,6 +246,56 @@ def test_a_server_without_control_serves_evaluation_and_says_why(dialect: str) -
         assert (await engine.generate(request)).tokens == tokens_of(server, request)
 
     with_server(test, dialect, control=False)
+
+
+@ALL
+def test_only_engines_that_have_taken_weights_may_be_trained_on(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        others = [fake("ours")]
+        require_trainable_engines(others)
+        with pytest.raises(InvalidConfig, match=r"engine server: expected .*no weights|engine server: .*of its own"):
+            require_trainable_engines([*others, engine])
+        await engine.update(checkpoint(tmp_path, 2))
+        if dialect == "plain":
+            with pytest.raises(InvalidConfig, match="the dialect takes no weights"):
+                require_trainable_engines([engine])
+        else:
+            require_trainable_engines([engine])
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_that_was_trained_on_does_not_come_back_with_weights_of_its_own(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await engine.update(checkpoint(tmp_path, 2))
+        assert engine.trains
+        await engine.close()
+        server.control = False  # it was started anew meanwhile, otherwise
+        for _ in range(2):
+            with pytest.raises(ManagerError, match="it had taken weights, and now it takes no weights"):
+                await engine.start(checkpoint(tmp_path, 3) if not (tmp_path / "3").exists() else weights(3))
+        server.control = True
+        await engine.start(Weights(version=3, folder=str(tmp_path / "3")))
+        assert engine.trains
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_that_was_trained_on_does_not_come_back_without_log_probabilities(
+    dialect: str, tmp_path: Path
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        second = checkpoint(tmp_path, 2)
+        await engine.update(second)
+        await engine.close()
+        server.fault = "no logprobs"
+        for _ in range(2):
+            with pytest.raises(ManagerError, match="was trained on, and now it tells no log-probabilities"):
+                await engine.start(second)
+
+    with_server(test, dialect)
 
 
 def test_a_plain_server_serves_evaluation() -> None:
