@@ -76,7 +76,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL = Sizes()
-QUICK = Sizes(length=4, turns=6, episodes=96, imitations=30, glimpses=15, steps=10, groups=4, evaluated=8)
+QUICK = Sizes(length=4, turns=6, episodes=192, imitations=60, glimpses=40, steps=10, groups=8, evaluated=16)
 
 
 def settings_of(sizes: Sizes, folder: Path, seed: int, student: str = "") -> TrainSettings:

@@ -88,7 +88,7 @@ class Shared:
 
     def __init__(self, weights: Weights) -> None:
         self.runner = asyncio.Runner()
-        self.engine = ProcessEngine(settings(**SLOW, prefill_s_per_token=0.002), record_steps=True)
+        self.engine = ProcessEngine(settings(**SLOW, prefill_s_per_token=0.002))
         self.runner.run(self.engine.start(weights))
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
@@ -96,8 +96,7 @@ class Shared:
             async with asyncio.timeout(DEADLINE_S):
                 before = asyncio.all_tasks()
                 await test()
-                known = self.engine.statistics()
-                assert (known.active, known.waiting, asyncio.all_tasks()) == (0, 0, before)
+                assert asyncio.all_tasks() == before
 
         self.runner.run(main())
 
@@ -116,21 +115,28 @@ def shared(published: list[Weights]) -> Iterator[Shared]:
 # ---- serving ----
 
 
-def test_requests_are_answered_each_by_itself_with_their_tokens(shared: Shared) -> None:
-    engine, before = shared.engine, shared.engine.statistics()
-    asked = [request(number, tokens_max=3 + number) for number in range(9)]
+def test_requests_are_answered_each_by_itself_with_their_tokens_and_steps_are_recorded_if_asked_for(
+    published: list[Weights],
+) -> None:
+    engine = ProcessEngine(settings(), record_steps=True)
+    first, asked = request(9), [request(number, tokens_max=3 + number) for number in range(9)]
 
     async def test() -> None:
+        await engine.generate(first)
+        await until(lambda: len(engine.steps) == 8)
+        assert engine.steps[0].commands == ("Add",)
+        assert [each.decoded for each in engine.steps] == [0] + [1] * 7
+
         for each, got in zip(asked, await asyncio.gather(*map(engine.generate, asked)), strict=True):
             assert got.tokens == in_process(each)
             assert (got.engine, got.finish, set(got.versions)) == ("engine", "length", {0})
-        await until(lambda: engine.statistics().prefill_tokens - before.prefill_tokens == 45)
+        await until(lambda: engine.statistics().prefill_tokens == 50)
         known = engine.statistics()
         assert (known.active, known.waiting) == (0, 0)
-        assert known.decode_tokens - before.decode_tokens == sum(each.sampling.tokens_max - 1 for each in asked)
+        assert known.decode_tokens == sum(each.sampling.tokens_max - 1 for each in (first, *asked))
         assert known.idle_s > 0.0
 
-    shared.run(test)
+    run(engine, published[0], test)
 
 
 def test_a_short_request_is_answered_while_a_long_one_goes_on(shared: Shared) -> None:
@@ -183,18 +189,6 @@ def test_emulated_hardware_is_as_slow_as_it_is_said_to_be(shared: Shared) -> Non
         got = await shared.engine.generate(request(1, 8, tokens_max=6))
         assert got.prefill_s >= 8 * 0.002
         assert got.decode_s >= 5 * 0.02
-
-    shared.run(test)
-
-
-def test_steps_are_recorded_if_asked_for(shared: Shared) -> None:
-    engine, before = shared.engine, len(shared.engine.steps)
-
-    async def test() -> None:
-        await engine.generate(request(1))
-        await until(lambda: len(engine.steps) - before == 8)
-        assert engine.steps[before].commands == ("Add",)
-        assert [each.decoded for each in engine.steps[before:]] == [0] + [1] * 7
 
     shared.run(test)
 
