@@ -195,7 +195,7 @@ class SampleBuffer:
         number = self._in_flight.pop(group.id).number
         self._settled.discard(group.left_out)
         first = group.version_first
-        if _version_last(group) > self._next:
+        if (group.version_last or 0) > self._next:
             return (self._drop(group, number, LOST_LINEAGE),)
         if first is not None and first < self.oldest_wanted:
             return (self._drop(group, number, STALE),)
@@ -337,7 +337,7 @@ class SampleBuffer:
             else:  # it ended since, in a process that is no more
                 self._started += self._in_flight.pop(group.id, None) is None
                 self._settled.discard(group.left_out)
-            if _version_last(group) > self.version:
+            if (group.version_last or 0) > self.version:
                 dropped.append(self._drop(group, number, LOST_LINEAGE))
             else:
                 version = group.version_first
@@ -358,7 +358,7 @@ class SampleBuffer:
         return [each for each in self._waiting.values() if each.waiting.version >= self.oldest_wanted]
 
     def _of_later_weights(self) -> list[_Kept]:
-        return [each for each in self._waiting.values() if _version_last(each.group) > self.version]
+        return [each for each in self._waiting.values() if (each.group.version_last or 0) > self.version]
 
     def _wait(self, kept: _Kept) -> None:
         self._waiting[kept.group.id] = kept
@@ -406,9 +406,4 @@ class SampleBuffer:
             first = each.group.version_first
             fresh = not self._enforced or first is None or first >= self.version - self._alpha
             assert fresh, f"{each.group.id} is trained on at {self.version}, and began at {first}"
-            assert _version_last(each.group) <= self.version, f"{each.group.id} is of a lost lineage"
-
-
-def _version_last(group: Group) -> int:
-    """Of its newest token; -1 if there is none."""
-    return max((max(turn.versions) for each in group.members for turn in each.turns if turn.versions), default=-1)
+            assert (each.group.version_last or 0) <= self.version, f"{each.group.id} is of a lost lineage"

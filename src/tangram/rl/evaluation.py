@@ -25,6 +25,10 @@ SEED_FIRST = 1 << 31
 """Tickets of training have seeds of 31 bits, see rollout.tickets."""
 
 
+STRIDE = 1 << 20
+"""Between the numbers of two evaluations: more than either has episodes."""
+
+
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """Each by task; a task of which no episode has a reward is in `endings` alone."""
 
@@ -47,7 +51,7 @@ def held_out(
     return [
         Ticket(
             task=task.name,
-            number=number * episodes + index,
+            number=number * STRIDE + index,
             seed=SEED_FIRST + first + index,
             series=SERIES,
             size=1,

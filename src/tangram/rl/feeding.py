@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from tangram.rl.buffer import Dropped, SampleBuffer
 from tangram.rl.records import Group, Ticket
 from tangram.rl.rollout import Rollout
-from tangram.rl.step_ledger import lost_by
+from tangram.rl.step_ledger import LEFT_BEHIND_CAUSE, lost_by
 
 
 class Bell:
@@ -50,21 +50,21 @@ class Feeder:
         buffer: SampleBuffer,
         tickets: Iterator[Ticket],
         *,
-        waves: bool,
+        wave: int | None,
         bell: Bell,
         now: Callable[[], float],
         up_to_date: Callable[[], Awaitable[None]],
         ended: Callable[[Group], None],
         dropped: Callable[[tuple[Dropped, ...]], None],
     ) -> None:
-        """`bell`: rung at each change here, and by whoever changes the buffer. `up_to_date`: until the engines have
-        the newest weights. `ended`: writes down each group before it goes into the buffer. `dropped`: told what had
-        to leave the buffer for it."""
+        """`wave`: groups that begin together; None: a stream. `bell`: rung at each change here, and by whoever
+        changes the buffer. `up_to_date`: until the engines have the newest weights. `ended`: writes down each group
+        before it goes into the buffer. `dropped`: told what had to leave the buffer for it."""
         self.buffer = buffer
         self.playing: dict[str, Ticket] = {}
         self._rollout = rollout
         self._tickets = tickets
-        self._waves = waves
+        self._wave = wave or 0
         self._bell = bell
         self._now = now
         self._up_to_date = up_to_date
@@ -85,10 +85,10 @@ class Feeder:
             self._holds -= 1
             self._bell.ring()
 
-    def leave_behind(self, cause: str) -> None:
+    def leave_behind(self) -> None:
         """What is in play is of no use any more, and what of it was lost is not made up for."""
         self._lost = -len(self.playing)
-        self._rollout.abort(lambda episode: episode.group in self.playing, cause=cause)
+        self._rollout.abort(lambda episode: episode.group in self.playing, cause=LEFT_BEHIND_CAUSE)
 
     async def run(self) -> None:
         """Raises what a generator raised, and ManagerError for a task that brings nothing again and again."""
@@ -96,7 +96,7 @@ class Feeder:
             async with asyncio.TaskGroup() as self._tasks:
                 for ticket in self.buffer.in_flight:  # of a run that was resumed
                     self._begin(ticket)
-                await (self._in_waves() if self._waves else self._in_a_stream())
+                await (self._in_waves() if self._wave else self._in_a_stream())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -112,7 +112,7 @@ class Feeder:
                 await self._bell.heard()
             await self._up_to_date()
             self._lost = 0
-            while self._may_begin():
+            while len(self.playing) < self._wave and self._may_begin():
                 self._begin_next()
             while self.playing:
                 if self._lost > 0 and self._may_begin():  # a batch would be short by it

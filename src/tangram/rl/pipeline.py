@@ -138,7 +138,8 @@ async def _begun(
         at_s = found.state.at_s if found is not None else 0.0
         training = Training(
             settings, run, log, made, trainers[0], buffer, upcoming(settings, buffer),
-            state=found.state if found is not None else None, tell=tell, progress=progress,
+            state=found.state if found is not None else None,
+            dropped=tuple(back.dropped.values()) if back is not None else (), tell=tell, progress=progress,
         )  # fmt: skip
         stack.callback(training.close)
         begun = True
@@ -154,8 +155,6 @@ async def _begun(
                 left=back.text if back is not None else (NO_CHECKPOINT if resume else ""),
             )
         )
-        for warning in found.warnings if found is not None else ():
-            training.notice("checkpoint", warning)
         for change in run.changed:
             training.notice("settings", change)
         yield training

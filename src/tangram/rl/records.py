@@ -187,6 +187,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         """Of the first token of its oldest member; None if there is no token."""
         return min((each.version_first for each in self.members if each.version_first is not None), default=None)
 
+    @property
+    def version_last(self) -> int | None:
+        """Of its newest token; None if there is none."""
+        return max((max(turn.versions) for each in self.members for turn in each.turns if turn.versions), default=None)
+
     def all(self) -> Iterator[Trajectory]:
         yield from self.members
         yield from self.left_out

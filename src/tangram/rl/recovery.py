@@ -8,7 +8,7 @@ harm: its group is played again.
 
     back = recovered(checkpoint, folder.samples_after(checkpoint.step))
     buffer = SampleBuffer.restore(back.buffer, now=now, ...)        # back.buffer.in_flight is to be played anew
-    upcoming = (each for each in tickets(settings, first=checkpoint.state.ticket_next) if not buffer.knows(each.number))
+    upcoming = (each for each in tickets(settings) if not buffer.knows(each.number))
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
             put.setdefault(id, _waiting(entry.group, state.version))
         else:
             lost.setdefault(id, entry.cause)
-    newer = {id: each.group for id, each in put.items() if newest_version(each.group) > state.version}
+    newer = {id: each.group for id, each in put.items() if (each.group.version_last or 0) > state.version}
     dropped = {**dict.fromkeys(newer, LOST_LINEAGE), **lost}
     waiting = tuple(each for id, each in put.items() if id not in dropped)
     again = tuple(each for each in buffer.in_flight if each.group not in put and each.group not in dropped)
@@ -74,11 +74,6 @@ def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
         dropped=dropped,
         text="; ".join((_text(state, len(waiting), len(again), dropped), *checkpoint.warnings, *unread)),
     )
-
-
-def newest_version(group: Group) -> int:
-    """Of all its tokens; -1 if there is none."""
-    return max((version for each in group.members for version in each.versions), default=-1)
 
 
 def _waiting(group: Group, version: int) -> Waiting:

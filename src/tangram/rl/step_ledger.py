@@ -15,13 +15,17 @@ from tangram.rl.gateway_records import EngineUpdated
 from tangram.rl.records import Ending, Group, Trajectory
 from tangram.rl.training_records import Batch, EngineUse, PoolUse, Stepped, TaskStep, Trained
 
+LEFT_BEHIND = "left_behind"
+LEFT_BEHIND_CAUSE = "the batch was enough without it, and it is too old for the next one"
+
 
 class StepLedger:
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, *, started: int = 0, engines: Iterable[EngineStatistics] = ()) -> None:
+        """`started`: groups, ever; `engines`: as they are: what they did before is of no step."""
         self._began_s = now_s
-        self._engines: dict[str, EngineStatistics] = {}
+        self._engines = {each.name: each for each in engines}
         """As they were at the end of the step before."""
-        self._started = 0
+        self._started = started
         """Groups, until then."""
         self._clear()
 
@@ -38,6 +42,10 @@ class StepLedger:
         self._discarded += written(group.left_out)
         if not group.members:
             self._dropped[lost_by(group)] += 1
+
+    def dropped_before(self, causes: Iterable[str]) -> None:
+        """Groups that were dropped when the run was resumed."""
+        self._dropped.update(causes)
 
     def dropped(self, dropped: Iterable[Dropped]) -> None:
         for each in dropped:
@@ -128,7 +136,9 @@ class StepLedger:
 
 def lost_by(group: Group) -> str:
     """Why it has no members, as it is counted."""
-    return STALE if any(each.ending is Ending.STALE for each in group.left_out) else "failed"
+    if any(each.ending is Ending.STALE for each in group.left_out):
+        return STALE
+    return LEFT_BEHIND if any(each.cause == LEFT_BEHIND_CAUSE for each in group.left_out) else "failed"
 
 
 def written(trajectories: Iterable[Trajectory]) -> int:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,12 @@ class Training:
         upcoming: Iterator[Ticket],
         *,
         state: RunState | None,
+        dropped: Collection[str] = (),
         tell: Callable[[AnyLine], None],
         progress: Progress | None,
     ) -> None:
-        """`state`: of the checkpoint that it goes on from; None: it begins."""
+        """`state`: of the checkpoint that it goes on from; None: it begins. `dropped`: causes of the groups that were
+        dropped by going on from there."""
         self.buffer = buffer
         self._settings = settings
         self._schedule = settings.training
@@ -86,6 +88,7 @@ class Training:
         self._tell = tell
         self._progress = progress
         self._resumed = state is not None
+        self._dropped_before = dropped
         self._began = time.monotonic() - (state.at_s if state is not None else 0.0)
         self._trains_since_s = 0.0
         self._waves = self._schedule.mode in ("sync", "sync+", "one-off") or self._schedule.alpha == 0
@@ -119,7 +122,7 @@ class Training:
         self._last_ticket = state.ticket_next - 1 if state is not None else -1
         self._feeder = Feeder(
             made.rollout, buffer, self._counted(upcoming),
-            waves=self._waves, bell=self._bell, now=self._now,
+            wave=self._schedule.batch if self._waves else None, bell=self._bell, now=self._now,
             up_to_date=self._bring_up_to_date, ended=self._group_ended, dropped=self._drop,
         )  # fmt: skip
 
@@ -172,7 +175,11 @@ class Training:
         if not self._resumed:
             await self._warm_up()
         self._trains_since_s = self._now()
-        self._ledger = StepLedger(self._now())
+        self._ledger = StepLedger(
+            self._now(), started=self.buffer.started, engines=self._made.gateway.engine_statistics()
+        )
+        self._ledger.dropped_before(self._dropped_before)
+        self._pools.since_last()
         async with self._beside(self._watch(), "watching"):
             async with self._beside(self._feeder.run(), "feeding"):
                 if self._evaluation_due() and not self._resumed:
@@ -220,7 +227,7 @@ class Training:
     async def _learn(self) -> None:
         while (batch := await self._batch()) is not None:
             if self._waves and self.buffer.oldest_wanted > self._in_engines:
-                self._feeder.leave_behind("the batch was enough without it, and it is too old for the next one")
+                self._feeder.leave_behind()
             if self._schedule.pull == "after_batch" and not self._waves:
                 await self._bring_up_to_date()
             self._expire()
@@ -396,6 +403,8 @@ class Training:
         return every > 0 and self.buffer.version % every == 0
 
     async def _evaluate(self) -> None:
+        if not self._waves and self._schedule.pull == "at_once":
+            await self._bring_up_to_date()
         own, began_s, version = self._settings.evaluation, self._now(), self._in_engines
         self._evaluations += 1
         self._evaluated_version = version
@@ -452,8 +461,10 @@ class Training:
         return await self._scores(self._settings.warm_start.check_episodes, 1.0)
 
     async def _scores(self, episodes: int, temperature: float) -> dict[str, float]:
+        """Each time on other seeds: a policy that was unlucky with some is not so for ever."""
         self._evaluations += 1
-        upcoming = held_out(self._settings, episodes, temperature=temperature, number=self._evaluations)
+        number = self._evaluations
+        upcoming = held_out(self._settings, episodes, temperature=temperature, number=number, first=number * episodes)
         return (await evaluate(self._made.rollout, upcoming)).mean
 
     def _looked(self, look: Look) -> None:

@@ -73,10 +73,13 @@ class TrainingSoFar:
         self.aborted = 0
         self.noticed: deque[Noticed] = deque(maxlen=NOTICED_KEPT)
         self.over: Over | None = None
+        self.trains_since_s = 0.0
+        """From which `seconds_max` counts."""
 
     def take(self, line: AnyLine) -> None:
         match line:
             case Began():
+                self.trains_since_s = line.at_s
                 self.mode, self.alpha = line.mode, line.alpha
                 self.step = self.step_first = line.step
                 self.steps.clear()
@@ -101,6 +104,7 @@ class TrainingSoFar:
 
     def _warmed(self, line: Warmed) -> None:
         self.phase = TRAINING if line.over else WARMING
+        self.trains_since_s = line.at_s
         self.warm = line
         for name, score in line.scores.items():
             self.tasks.setdefault(name, TaskSoFar()).warm = score
@@ -144,7 +148,10 @@ class TrainingSoFar:
         if not self.steps or self.phase != TRAINING:
             return None
         training = self.settings.training
-        return max(0, training.steps - self.step) * self.seconds("step_s") / len(self.steps)
+        by_steps_s = max(0, training.steps - self.step) * self.seconds("step_s") / len(self.steps)
+        if training.seconds_max is None:
+            return by_steps_s
+        return min(by_steps_s, max(0.0, training.seconds_max - (self.steps[-1].at_s - self.trains_since_s)))
 
 
 class TrainingProgress:

@@ -23,7 +23,6 @@ from tangram.errors import InvalidConfig
 from tangram.rl.settings import POSITIVE, TEMPERATURE, RolloutSettings
 
 Mode = Literal["sync", "sync+", "one-off", "start-bound", "rollart"]
-ASYNCHRONOUS = ("one-off", "start-bound", "rollart")
 Objective = Literal["grpo", "distill"]
 Normalise = Literal["tokens", "sequence", "constant"]
 Correction = Literal["truncated", "behaviour", "none"]
@@ -126,7 +125,7 @@ class ObjectiveSettings(Table, frozen=True, kw_only=True):
     normalise: Annotated[Normalise, one_of(Normalise)] = "sequence"
     """A minibatch is averaged over its tokens; over its trajectories, each averaged over its own tokens, so that one
     that reaches its goal in a few turns counts as much as one that needs many; or summed and divided by its
-    trajectories times the longest action that there may be, so that length does not count."""
+    trajectories times the longest that one may be, so that length does not count."""
     zero_variance: Annotated[Literal["drop", "keep"], one_of(Literal["drop", "keep"])] = "drop"
     """Groups whose members all have the same reward: they say nothing, but count where a batch is averaged."""
     overlong: Annotated[Overlong, one_of(Overlong)] = "keep"
@@ -203,7 +202,7 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
 
     def together(self) -> None:
         mode, correction = self.training.mode, self.objective.correction
-        if correction == "none" and mode in ASYNCHRONOUS:
+        if correction == "none" and self.training.alpha > 0:
             raise InvalidConfig(
                 "objective.correction",
                 correction,

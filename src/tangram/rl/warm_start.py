@@ -7,8 +7,10 @@ can do after that, it has learned by trying. Never counts as training: the versi
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -101,13 +103,14 @@ async def warm_start(
     own, wanted = settings.warm_start, warmed_tasks(settings)
     chance = random.Random(f"{settings.seed}/warm")
     decks: dict[str, list[Demonstration]] = {task: [] for task in shown_by_task}
+    turns = itertools.cycle(decks)
     behind, losses, look = set(wanted), [], None
     for step in range(1, own.steps_max + 1):
-        losses.append(await trainer.imitate(_dealt(own.batch, decks, shown_by_task, chance)))
+        losses.append(await trainer.imitate(_dealt(own.batch, turns, decks, shown_by_task, chance)))
         if step % own.check_every and step < own.steps_max:
             continue
         scores = await score()
-        behind -= {task for task, least in wanted.items() if scores.get(task, least) >= least}
+        behind -= {task for task, least in wanted.items() if scores.get(task, -math.inf) >= least}
         look = Look(step=step, loss=sum(losses) / len(losses), scores=scores, behind=tuple(sorted(behind)))
         losses = []
         tell(look)
@@ -119,14 +122,14 @@ async def warm_start(
 
 def _dealt(
     batch: int,
+    turns: Iterator[str],
     decks: dict[str, list[Demonstration]],
     shown_by_task: Mapping[str, Sequence[Demonstration]],
     chance: random.Random,
 ) -> list[Demonstration]:
     """As many of each task; each episode once before any comes again."""
-    dealt, tasks = [], list(decks)
-    for number in range(batch):
-        task = tasks[number % len(tasks)]
+    dealt = []
+    for task in itertools.islice(turns, batch):
         if not decks[task]:
             decks[task] = chance.sample(list(shown_by_task[task]), len(shown_by_task[task]))
         dealt.append(decks[task].pop())
