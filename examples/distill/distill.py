@@ -94,7 +94,7 @@ def settings_of(sizes: Sizes, folder: Path, seed: int, student: str = "") -> Tra
         ),
         teachers=tuple(TeacherSettings(name=name, checkpoint=str(folder / name)) for name in TEACHERS.values()),
         training=TrainingSettings(steps=sizes.steps, batch=sizes.groups),
-        objective=ObjectiveSettings(kind="distill", learning_rate=3e-3, epochs=4, decay="linear"),
+        objective=ObjectiveSettings(kind="distill", normalise="tokens", learning_rate=3e-3, epochs=4, decay="linear"),
         evaluation=EvaluationSettings(every=sizes.steps, episodes=sizes.evaluated),
     )
 

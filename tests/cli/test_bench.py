@@ -69,10 +69,11 @@ def test_without_a_name_the_benchmarks_are_listed(cli, asked: list[dict]) -> Non
 def test_only_a_benchmark_that_writes_a_report_is_asked_for_one(cli, asked: list[dict], tmp_path: Path) -> None:
     report = tmp_path / "new" / "report.html"
     done = cli("bench", "all", "--report", report, "--backend", "process")
-    assert done.code == 0 and f"report: {report}" in done.out
-    assert {call["name"]: call.get("report") for call in asked} == dict.fromkeys(BENCHES) | {"reservation": report}
+    pages = {name: report.with_name(f"report-{name}.html") for name in ("reservation", "learning")}
+    assert done.code == 0 and all(f"report: {page}" in done.out for page in pages.values())
+    assert {call["name"]: call.get("report") for call in asked} == dict.fromkeys(BENCHES) | pages
     backends = {call["name"]: call["backend"] for call in asked if "backend" in call}
-    assert backends == dict.fromkeys(("reservation", "durability", "soak"), "process")
+    assert backends == dict.fromkeys(("reservation", "durability", "soak", "step"), "process")
 
 
 def test_without_root_it_is_said_in_one_line_that_nothing_is_isolated(

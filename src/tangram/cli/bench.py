@@ -45,7 +45,8 @@ def bench(
         typer.Option(
             "--report",
             metavar="FILE",
-            help="Of reservation: write a page to open in a browser, and recordings beside it. Its folder is made.",
+            help="Of reservation and learning: write a page to open in a browser, of reservation with recordings beside"
+            " it. Its folder is made. With all: a page for each, by its name.",
         ),
     ] = None,
     backend: Annotated[
@@ -53,7 +54,7 @@ def bench(
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="Of reservation, durability and soak: sandbox or process, which isolates nothing. Default: sandbox,"
+            help="Of reservation, durability, soak and step: sandbox or process, which isolates nothing. Default: sandbox,"
             " without root process.",
         ),
     ] = None,
@@ -74,6 +75,8 @@ def bench(
     given = {option: value for option, value in (("report", report), ("backend", backend)) if value is not None}
     for each in BENCHES if name == "all" else [name]:
         own = {option: value for option, value in given.items() if name != "all" or option in options_of(each)}
+        if "report" in own and report is not None and name == "all":  # each has a page of its own
+            own["report"] = report.with_name(f"{report.stem}-{each}{report.suffix}")
         if "backend" in options_of(each):
             own["backend"] = backend or _usual_backend()
         with show.progress(f"bench {each}", unit="") as progress:
@@ -85,8 +88,8 @@ def bench(
             typer.echo(msgspec.json.encode(result).decode())
         else:
             _print(result)
-            if "report" in own and report is not None:
-                show.where_to_look(report)
+            if isinstance(page := own.get("report"), Path):
+                show.where_to_look(page)
 
 
 def _shares(progress: show.Tell) -> Progress:
