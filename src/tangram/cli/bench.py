@@ -54,8 +54,8 @@ def bench(
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="Of reservation, durability, soak and step: sandbox or process, which isolates nothing. Default: sandbox,"
-            " without root process.",
+            help="Of reservation, durability, soak and step: sandbox, or process, which isolates nothing. Default:"
+            " sandbox, without root process.",
         ),
     ] = None,
     workers: options.WorkerCount = None,
