@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.core.demand import CPU, GPU, LEARNED, MEMORY
-from tangram.core.ledger import CORE_KIND, Holding, Ledger, PoolState
+from tangram.core.ledger import CORE_KIND, RECENT_S, Holding, Ledger, PoolState
 from tangram.core.messages import NodeState, Pool, Window
 from tangram.errors import InvalidConfig, InvariantError
 
@@ -510,6 +510,20 @@ def test_the_share_of_a_run_is_that_of_its_dominant_kind_over_its_weight() -> No
     assert run.share == 0.75
     ledger.reweigh(run, 3.0)
     assert run.share == 0.25
+
+
+def test_the_standing_of_a_run_is_its_share_and_the_average_of_it() -> None:
+    ledger, cpu = one(a_pool(CPU, 4000, node="n0"))
+    run = ledger.new_usage()
+    holding = ledger.hold(cpu, 2000, run)
+    assert run.standing(0.0) == 0.5, "nothing is averaged yet"
+    ledger.now = RECENT_S
+    assert run.standing(RECENT_S) == pytest.approx(0.5 + 0.5 * (1 - math.exp(-1)))
+    ledger.give_back(holding)
+    assert run.standing(RECENT_S) == pytest.approx(0.5 * (1 - math.exp(-1)))
+    ledger.reweigh(run, 2.0)
+    assert run.standing(RECENT_S) == pytest.approx(0.25 * (1 - math.exp(-1))), "what it had counts by its weight too"
+    assert run.standing(1000 * RECENT_S) == pytest.approx(0.0), "and is forgotten"
 
 
 def test_what_is_a_runs_own_does_not_count_in_its_share() -> None:

@@ -12,6 +12,7 @@ from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, GPU, MEMORY, Demand, cores, fixed, learned, one_of
 from tangram.core.messages import (
     Cancel,
+    Concluded,
     Effect,
     Event,
     Evicted,
@@ -44,7 +45,7 @@ from tangram.core.messages import (
 )
 from tangram.core.speedup import Amdahl, PowerLaw, Table
 from tangram.core.trace import EVENTS
-from tangram.errors import InvalidAction, InvalidConfig
+from tangram.errors import InvalidAction, InvalidConfig, InvalidInput
 
 CALL = Action(
     id="call-1",
@@ -75,11 +76,13 @@ SAMPLES: list[Event | Effect] = [
     Submit(action=SHELL),
     Submit(action=POWER),
     Cancel(action="call-1"),
+    Cancel(action="call-1", reason="its run was revoked"),
     Started(action="call-1"),
     Started(action="call-1", attempt=2),
     StartFailed(action="call-1", reason="no such image", retry=False, attempt=1),
     Finished(action="call-1"),
     Finished(action="call-1", usage=USAGE, lost="node went away", attempt=2),
+    Concluded(action=SHELL, outcome=Outcome(action="shell-1", status=Status.LOST, reason="it went away")),
     Resized(action="tests-1", limit=4000, attempt=1),
     Used(action="tests-1", cpu_s=1.5, attempt=1),
     Reserve(sandbox="s-1", memory=512),
@@ -228,6 +231,11 @@ def test_a_run_without_a_name_is_refused(run: typing.Any) -> None:
 def test_a_run_without_a_positive_weight_is_refused(weight: typing.Any) -> None:
     with pytest.raises(InvalidConfig, match="weight of run α: expected a positive, finite number"):
         RunChanged(run="α", weight=weight)
+
+
+def test_an_end_of_another_action_concludes_none() -> None:
+    with pytest.raises(InvalidInput, match=r"concluded\.outcome: expected the outcome of action shell-1"):
+        Concluded(action=SHELL, outcome=Outcome(action="other", status=Status.LOST))
 
 
 # ---- machines ---------------------------------------------------------------------------------------------------

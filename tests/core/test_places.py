@@ -59,6 +59,27 @@ def test_the_first_action_picks_the_node_and_holds_the_memory_there(cluster: Mak
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_memory_is_short_while_somebody_waits_for_more_than_is_free(cluster: Make, policy: str) -> None:
+    c = cluster(*cpu_node("n0", 2, memory_gib=1.0), policy=policy)
+    memory = c.scheduler.ledger.pools["memory@n0"]
+
+    def short() -> bool:
+        return bool(c.scheduler.queue.is_short_of_memory(memory, c.scheduler.now))
+
+    for name, units in (("first", 600), ("second", 600), ("small", 100)):
+        c.send(box(name, units))
+    c.submit("a", TWO, sandbox="first")
+    c.submit("z", ONE, sandbox="small")
+    assert not short(), "it waits for cores"
+    c.submit("b", ONE, sandbox="second")
+    assert short()
+    c.run("a")
+    assert short(), "memory stays between actions"
+    c.send(Release(sandbox="first"))
+    assert not short() and c.start("b")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_later_actions_stay_on_the_node_of_their_sandbox(cluster: Make, policy: str) -> None:
     c = cluster(*SMALL, *LARGE, policy=policy)
     c.send(box("b"))

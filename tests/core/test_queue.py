@@ -203,6 +203,55 @@ def test_runs_whose_actions_take_a_whole_pool_take_turns(cluster: Make) -> None:
     assert [name[0] for name in order] == list("xyz") * 6
 
 
+def turns(c: Any, seconds_by_run: dict[str, float], total_s: float, **fields: Any) -> dict[str, float]:
+    """By run, for how long it had the whole pool: always one acts, and each has another one that waits."""
+    had = dict.fromkeys(seconds_by_run, 0.0)
+    for number in range(2):
+        for run in had:
+            c.submit(f"{run}{number}", FOUR, run=run, **(fields.get(run) or {}))
+    number = 2
+    while c.now < total_s:
+        name = c.running()[0]
+        run = name.rstrip("0123456789")
+        c.run(name, seconds_by_run[run])
+        had[run] += seconds_by_run[run]
+        c.submit(f"{run}{number}", FOUR, run=run, **(fields.get(run) or {}))
+        number += 1
+    return had
+
+
+@pytest.mark.parametrize("name", ["fcfs", "paper", "adaptive"])
+def test_runs_that_take_turns_at_a_whole_pool_have_it_in_the_ratio_of_their_weights(cluster: Make, name: str) -> None:
+    c = cluster(*NODE, policy=name, ageing_s=1e9)
+    c.send(RunChanged(run="x", weight=2.0))
+    had = turns(c, {"x": 3.0, "y": 2.0}, 600.0)
+    assert had["x"] / had["y"] == pytest.approx(2.0, rel=0.1), "however long their actions take"
+
+
+def test_memory_of_resting_sandboxes_does_not_keep_a_run_from_cores_that_another_one_fills(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4, memory_gib=4.0), ageing_s=1e9)
+    c.send(Reserve(sandbox="small", memory=64, run="x"))
+    c.send(Reserve(sandbox="large", memory=1024, run="y"))
+    had = turns(c, {"x": 0.5, "y": 0.5}, 600.0, x={"sandbox": "small"}, y={"sandbox": "large"})
+    assert had["y"] / had["x"] > 1 / 3, "it counts, as a quarter of the memory is a share, but is not all"
+
+
+def test_who_comes_anew_goes_before_whoever_had_the_pool_until_both_had_it_as_much(cluster: Make) -> None:
+    c = cluster(*NODE, ageing_s=1e9)
+    for number in range(40):
+        c.submit(f"x{number}", FOUR, run="x")
+    for _ in range(10):
+        c.run(c.running()[0], 1.0)
+    for number in range(40):
+        c.submit(f"y{number}", FOUR, run="y")
+    order = []
+    for _ in range(24):
+        c.run(c.running()[0], 1.0)
+        order.append(c.running()[0][0])
+    assert order[:9] == ["y"] * 9, "as often as the other in the last minute"
+    assert 4 <= order[12:].count("x") <= 8, "then in turn"
+
+
 # ---- ageing -----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from tangram.core.demand import Demand, cores, fixed
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
+    Concluded,
     Evicted,
     Finished,
     Grant,
@@ -714,6 +715,19 @@ def test_statistics_count_what_waits_holds_and_has_settled(cluster: Make) -> Non
     assert statistics.settled["succeeded"] == 1
     assert statistics.pools["memory@n0"] == {"total": 1024, "free": 768, "held": 256, "spent": 0}
     assert statistics.runs["y"] == {"waiting": 0, "share": 1.0, "weight": 1.0}
+
+
+def test_an_action_that_ended_elsewhere_is_counted_once_and_asks_for_nothing(cluster: Make) -> None:
+    c = cluster(Pool(kind="search", total=1))
+    action = Action(id="a", demand=Demand({"search": fixed(1)}), run="before")
+    lost = Concluded(action=action, outcome=Outcome(action="a", status=Status.LOST, reason="it went away"))
+    assert c.send(lost) == []
+    statistics = c.scheduler.statistics()
+    assert (statistics.settled["lost"], statistics.waiting, statistics.holding) == (1, 0, 0)
+    assert "before" in statistics.runs and c.scheduler.story("a")
+    c.submit("a", {"search": fixed(1)})
+    with pytest.raises(InvariantError, match="a is starting, and is said to have ended elsewhere"):
+        c.send(lost)
 
 
 def test_a_story_tells_what_happened_to_one_action(cluster: Make) -> None:

@@ -16,6 +16,7 @@ from tangram.core.demand import Demand, cores, fixed
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
+    Concluded,
     Effect,
     Event,
     Evicted,
@@ -55,11 +56,15 @@ HEADER = Header(policy="fcfs", pools=cpu_node("n0", 4), limits=Limits(attempts_m
 
 DESCRIPTIONS: list[tuple[Event | Effect, str]] = [
     (Submit(action=ACTION), "exec tests of run r1 asks for cpu 1000 to 4000, search 1"),
-    (Cancel(action="a"), ""),
+    (Cancel(action="a"), "reason cancelled by the caller"),
     (Started(action="a", attempt=2), "attempt 2"),
     (StartFailed(action="a", reason="no image"), "reason no image, retry True, attempt 0"),
     (Finished(action="a", usage=Usage(cpu_s=1.5)), "used 1.500 CPU seconds"),
     (Finished(action="a", lost="node went away"), "node went away"),
+    (
+        Concluded(action=ACTION, outcome=Outcome(action="a", status=Status.LOST, reason="its sandbox is gone")),
+        "exec of run r1 lost: its sandbox is gone",
+    ),
     (Resized(action="a", limit=2000), "limit 2000, attempt 0"),
     (Used(action="a", cpu_s=1.5), "cpu_s 1.5, attempt 0"),
     (Reserve(sandbox="s", memory=64), "sandbox s, memory 64, run default, node "),

@@ -34,16 +34,39 @@ MOVED = CORE // 2
 """Half a core more or less is worth a look at the widths of the elastic actions; less is noise of short calls."""
 
 
+RECENT_S = 60.0
+"""Over which the share of a run is averaged, old times counting less and less. Many times what most actions take, so
+that weights are kept where one action takes a whole pool; not so long that a run pays for an hour ago."""
+
+
 class RunUsage:
     """What one run has of every kind, and its weighted dominant share, by which fair share orders runs."""
 
-    __slots__ = ("share", "units_by_kind", "weight")
+    __slots__ = ("averaged_at", "recent", "share", "units_by_kind", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self.weight = 1.0
         self.units_by_kind: dict[str, int] = {}
         """Only kinds of which it has any, or a walk over them would grow with all that the run ever used."""
         self.share = 0.0
+        """At the moment."""
+        self.recent = 0.0
+        """Its average over the last RECENT_S, as of `averaged_at`."""
+        self.averaged_at = now
+
+    def standing(self, now: float) -> float:
+        """What orders runs, the smallest first: its share now, and on average. Only the average tells apart runs that
+        take turns at a pool which each of them fills."""
+        return self.share + self._average(now)
+
+    def average_up_to(self, now: float) -> None:
+        """Before the share changes: so far it was what it is."""
+        if now > self.averaged_at:
+            self.recent, self.averaged_at = self._average(now), now
+
+    def _average(self, now: float) -> float:
+        share = self.share
+        return share + (self.recent - share) * math.exp((self.averaged_at - now) / RECENT_S)
 
 
 class Holding:
@@ -324,6 +347,7 @@ class Ledger:
     def _total_again(self, kind: str) -> None:
         self.total_by_kind[kind] = sum(state.total for state in self.kinds[kind].values())
         for usage in self._usages:
+            usage.average_up_to(self.now)
             usage.share = self._share(usage)
 
     def could_hold(self, needs: Sequence[Need], node: str, memory: int) -> bool:
@@ -513,7 +537,7 @@ class Ledger:
 
     def new_usage(self) -> RunUsage:
         """The account of one more run."""
-        usage = RunUsage()
+        usage = RunUsage(self.now)
         self._usages.append(usage)
         return usage
 
@@ -521,6 +545,7 @@ class Ledger:
         """The run has `units` more of a kind, or fewer. Most changes are seen without a look at its other kinds."""
         if kind in self.private_kinds:
             return
+        run.average_up_to(self.now)
         used = run.units_by_kind
         before = used.get(kind, 0)
         after = before + units
@@ -551,6 +576,8 @@ class Ledger:
         return share / run.weight
 
     def reweigh(self, run: RunUsage, weight: float) -> None:
+        run.average_up_to(self.now)
+        run.recent *= run.weight / weight
         run.weight = weight
         run.share = self._share(run)
 

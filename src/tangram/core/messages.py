@@ -149,6 +149,8 @@ class Submit(Message, frozen=True, kw_only=True):
 
 class Cancel(Message, frozen=True, kw_only=True):
     action: str
+    reason: str = "cancelled by the caller"
+    """As its caller is told."""
 
 
 class Started(Message, frozen=True, kw_only=True):
@@ -174,6 +176,18 @@ class Finished(Message, frozen=True, kw_only=True):
     lost: str = ""
     """Why our side failed; empty when the action ran to its end or was stopped."""
     attempt: int = 0
+
+
+class Concluded(Message, frozen=True, kw_only=True):
+    """An action has ended that was never submitted here: a service before this one had begun it, or its sandbox is
+    gone. It is counted with the others, and its times are not known."""
+
+    action: Action
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        if self.outcome.action != self.action.id:
+            raise InvalidInput("concluded.outcome", self.outcome.action, f"the outcome of action {self.action.id}")
 
 
 class Resized(Message, frozen=True, kw_only=True):
@@ -288,6 +302,7 @@ Event = (
     | Started
     | StartFailed
     | Finished
+    | Concluded
     | Resized
     | Used
     | Reserve

@@ -4,10 +4,10 @@ Owns the lanes in which live actions wait, and which pools are closed to whom. D
 the first action of a lane stops them all, so the cost of a scheduling round grows with the lanes, not with the actions
 that wait in them.
 
-The order of all that wait, from which `goes_before` follows: elders by arrival; then the runs, from the smallest share
-up, of equal ones the one served longest ago; within a run the aged by arrival, then by priority, the policy's key and
-arrival. It is total at every moment, so the first of it is behind nobody, and a pool that is closed is closed for
-somebody who can get it.
+The order of all that wait, from which `goes_before` follows: elders by arrival; then the runs, from the smallest
+standing up (`RunUsage`), of equal ones the one served longest ago; within a run the aged by arrival, then by priority,
+the policy's key and arrival. It is total at every moment, so the first of it is behind nobody, and a pool that is
+closed is closed for somebody who can get it.
 """
 
 from __future__ import annotations
@@ -243,6 +243,12 @@ class Queue:
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
 
+    def is_short_of_memory(self, pool: PoolState, now: float) -> bool:
+        """Whether somebody who has no place yet waits for more memory than is free in this pool."""
+        waiters = self._of_kind.get(pool.kind)
+        lanes = waiters.lanes.values() if waiters is not None else ()
+        return any(pool.free < self.head_of(lane, now).memory <= pool.total for lane in lanes)
+
     def forget(self, pool: PoolState) -> None:
         """The pool is gone: nobody waits for it or closes it any more."""
         self.changed.pop(pool.name, None)
@@ -312,7 +318,7 @@ class Queue:
         if second.submitted_at <= elder_since:
             return False
         if first.run is not second.run:
-            mine, theirs = first.run.usage.share, second.run.usage.share
+            mine, theirs = first.run.usage.standing(now), second.run.usage.standing(now)
             return mine < theirs or (mine == theirs and first.run.served < second.run.served)
         aged_since = now - self.ageing_s
         return _rank(first, aged_since) < _rank(second, aged_since)

@@ -31,6 +31,7 @@ from tangram.core.limits import Limits
 from tangram.core.load import OfferedLoad
 from tangram.core.messages import (
     Cancel,
+    Concluded,
     Effect,
     Event,
     Evicted,
@@ -135,6 +136,7 @@ class Scheduler:
             Started: self._on_started,
             StartFailed: self._on_start_failed,
             Finished: self._on_finished,
+            Concluded: self._on_concluded,
             Resized: self._on_resized,
             Used: self._on_used,
             Reserve: self._on_reserve,
@@ -303,6 +305,15 @@ class Scheduler:
             self._learn(entry, usage)
             self._end(entry, Status.SUCCEEDED, "", usage)
 
+    def _on_concluded(self, event: Concluded) -> None:
+        """It holds nothing here, and nobody here is to be told."""
+        entry = self.entries.get(event.action.id)
+        if entry is not None:
+            raise self.bug(f"{entry.id} is {entry.state.value}, and is said to have ended elsewhere", entry)
+        if self._full_of_runs(event.action.run) is None:
+            self.queue.run(event.action.run)
+        self._settled[event.outcome.status] += 1
+
     def _on_resized(self, event: Resized) -> None:
         self._live(event.action, event.attempt)
 
@@ -443,7 +454,7 @@ class Scheduler:
     def _on_cancel(self, event: Cancel) -> None:
         entry = self._live(event.action, 0)
         if entry is not None:
-            self._stop(entry, Status.CANCELLED, "cancelled by the caller")
+            self._stop(entry, Status.CANCELLED, event.reason)
 
     def _stop(self, entry: Entry, status: Status, reason: str) -> None:
         """Cancelling is a request: what is stopping still holds its units until Finished."""

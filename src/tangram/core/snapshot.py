@@ -323,16 +323,16 @@ class Snapshot:
                     queue.set_aside(other, Lack(lack.waiters, behind), self.now)
 
     def _poorest(self, active: dict[str, Run]) -> Run:
-        """The run with the smallest weighted dominant share; ties go to the one served longest ago."""
+        """The run with the smallest standing, see `RunUsage`; ties go to the one served longest ago."""
         runs = iter(active.values())
         best = next(runs)
         if len(active) == 1:
             return best
-        least = best.usage.share
+        least = best.usage.standing(self.now)
         for run in runs:
-            share = run.usage.share
-            if share < least or (share == least and run.served < best.served):
-                best, least = run, share
+            standing = run.usage.standing(self.now)
+            if standing < least or (standing == least and run.served < best.served):
+                best, least = run, standing
         return best
 
     def _head(self, run: Run) -> tuple[Lane, Entry, bool]:

@@ -16,6 +16,7 @@ from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
+    Concluded,
     Effect,
     Event,
     Evicted,
@@ -42,8 +43,8 @@ from tangram.errors import InvalidInput, InvalidTrace
 TRACE_FORMAT = 2
 
 EVENTS = (
-    Submit, Cancel, Started, StartFailed, Finished, Resized, Used, Reserve, Release, Resident, Evicted, PoolChanged,
-    NodeChanged, RunChanged, Tick,
+    Submit, Cancel, Started, StartFailed, Finished, Concluded, Resized, Used, Reserve, Release, Resident, Evicted,
+    PoolChanged, NodeChanged, RunChanged, Tick,
 )  # fmt: skip
 
 
@@ -158,6 +159,9 @@ def _details(message: Event | Effect) -> str:
             f"waited {outcome.waiting_s:.3f} s, ran {outcome.execution_s:.3f} s, overhead {outcome.overhead_s:.3f} s"
         )
         return f"{outcome.status.value}: {outcome.reason or 'done'}; {times}"
+    if isinstance(message, Concluded):
+        action, outcome = message.action, message.outcome
+        return f"{action.kind} of run {action.run} {outcome.status.value}: {outcome.reason or 'done'}"
     if isinstance(message, Finished):
         return message.lost or f"used {message.usage.cpu_s:.3f} CPU seconds"
     fields = msgspec.structs.asdict(message)

@@ -33,6 +33,7 @@ from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY, Demand
 from tangram.core.limits import Limits
 from tangram.core.messages import (
+    Concluded,
     Effect,
     Event,
     Pool,
@@ -73,8 +74,9 @@ SECONDS_MAX = 1e10
 """Of any time in a trace, Unix time included: far beyond, seconds and their fractions no longer fit one number."""
 SECONDS_MIN_ROUNDED = -1e-6
 """A difference of two times may come out below zero by rounding."""
-CAPS = "running/"
-"""What pools begin with that count what a run has running. A quota of that name counts in windows of time."""
+CAPS = ("running/", "instances/")
+"""What pools begin with that count what a run has running, or its calls of functions.
+A quota of that name counts in windows of time."""
 BUSY_MIN = 0.001
 SECONDS_MIN = 1e-4
 """An action that the trace shows with no time at all still took some."""
@@ -146,7 +148,7 @@ class _Check:
             if line.seq != number:
                 raise self._wrong("seq", line.seq, f"{number}: the lines are numbered 1, 2, 3 ... without a gap")
             self._cause(line)
-            if isinstance(line.message, Settle):
+            if isinstance(line.message, Settle | Concluded):
                 self._times(line.message.outcome)
             yield line
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tangram.core.action import Action, Outcome, Status
-from tangram.core.messages import Effect, Event, Refuse, Settle, Submit
+from tangram.core.messages import Concluded, Effect, Event, Refuse, Settle, Submit
 from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS, Line, describe
@@ -75,6 +75,10 @@ class _Gathering:
         self.running[name] -= 1
         self.idle_since[name] = now
 
+    def concluded(self, outcome: Outcome) -> None:
+        self.actions += 1
+        self.statuses[outcome.status.value] = self.statuses.get(outcome.status.value, 0) + 1
+
     def row(self, run: str) -> RunTime:
         return RunTime(
             run=run,
@@ -103,6 +107,8 @@ def survey(path: str | Path) -> Survey:
             if isinstance(message, Submit):
                 live[message.action.id] = message.action
                 runs.setdefault(message.action.run, _Gathering()).submitted(message.action, line.t)
+            elif isinstance(message, Concluded):
+                runs.setdefault(message.action.run, _Gathering()).concluded(message.outcome)
             elif isinstance(message, Settle | Refuse):
                 outcome = _outcome(message)
                 if (action := live.pop(outcome.action, None)) is not None:
