@@ -346,6 +346,12 @@ def found_by(word: str) -> list[int]:
     return found
 
 
+def until_runs(word: str) -> str:
+    """A command that waits for a program which was just left running, and has this word in its command line: until it
+    executes that program it is a copy of its shell, and would stand still as one."""
+    return f"until grep -qsz '^{word}$' /proc/[0-9]*/cmdline; do sleep 0.01; done"
+
+
 def cgroup_names(state: Path) -> list[str]:
     """Groups of sandboxes below those of the owners that use the state directory."""
     found = []

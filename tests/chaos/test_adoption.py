@@ -31,22 +31,25 @@ from tests.chaos.conftest import (
     mounts_below,
     number_inside,
     owner_name,
+    processes_of,
     run,
     seen,
     stands_still,
     until,
+    until_runs,
 )
 
 import tangram
 from tangram.core.action import Action
 from tangram.core.demand import Demand, cores
 from tangram.core.messages import Grant, Share
-from tangram.errors import InvalidConfig, ManagerError
+from tangram.errors import FileFailed, InvalidConfig, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.cpu import cgroups, spawner, spawning
 from tangram.managers.cpu.images import SANDBOX_UID
-from tangram.managers.cpu.manager import SandboxManager
+from tangram.managers.cpu.manager import NO_RECORD, SandboxManager
 from tangram.managers.cpu.records import Records
+from tangram.managers.streams import HELD_SHELL
 from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, Prepare, SandboxSpec, Work
 
 MIB = 1 << 20
@@ -95,8 +98,11 @@ class Keeper:
         return executed.stdout.decode().removesuffix("\n")
 
     async def count(self, name: str) -> int:
-        """How far what COUNTS left running has come. Reading a file lets nothing run."""
-        return int(await self.manager.read(name, "count", bytes_max=100) or b"0")
+        """How far what COUNTS left running has come, if it has begun. Reading a file lets nothing run."""
+        try:
+            return int(await self.manager.read(name, "count", bytes_max=100) or b"0")
+        except FileFailed:
+            return 0
 
 
 OWNER = """
@@ -324,7 +330,7 @@ ready()
 def test_a_session_that_ended_with_its_owner_says_so_once(service: Service) -> None:
     service.killed("""
 await k.open("one")
-await k.run("one", "x=1; (setsid sleep 9201 > /dev/null 2>&1 &)", session="held")
+await k.run("one", "x=1; (setsid sleep 9201 > /dev/null 2>&1 &); " + until_runs("9201"), session="held")
 ready()
 """)
     eventually(lambda: not set(found_by("/bin/bash")) & inside(service.state), "the shell is killed")
@@ -341,6 +347,55 @@ ready()
     run(story())
 
 
+def test_a_session_says_so_too_if_its_shell_is_seen_to_end_before_its_owner(service: Service) -> None:
+    """A shell that is awake, because another action runs, ends by itself when its owner dies, and which of the two is
+    noticed first is luck. Here the owner stands still meanwhile, and never hears of the shell."""
+    chatty = f"setsid sh -c 'while :; do echo said; echo x >> beats; sleep 0.005; done' 9208 & {until_runs('9208')}"
+    process = service.start(f"""
+await k.open("one")
+await k.run("one", {f"x=1; {chatty}"!r}, session="held")
+await k.start("one", Exec(command="sleep 9204"))
+ready()
+await asyncio.sleep(1000)
+""")
+    heard(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    (shell,) = set(found_by(HELD_SHELL)) & inside(service.state)
+    os.kill(shell, signal.SIGKILL)
+    eventually(lambda: not os.path.exists(f"/proc/{shell}"), "the spawner has noticed its end")
+    process.kill()
+    process.wait()
+
+    async def story() -> None:
+        async with service.comes() as k:
+            lost = await k.run("one", "echo $x", session="held")
+            assert lost.session_ended and lost.exit_code == 126 and b"its state is lost" in lost.stderr
+            size = int(await k.says("one", "wc -l < beats"))
+            while int(await k.says("one", "sleep 0.05; wc -l < beats")) < size + 20:
+                pass  # what it left running can still write to its streams
+        async with service.comes() as k:
+            again = await k.run("one", "echo again$x", session="held")
+            assert (again.stdout, again.session_ended) == (b"again\n", False), "it is told once"
+
+    run(story())
+
+
+def test_a_session_whose_end_its_caller_knows_is_not_told_again(service: Service) -> None:
+    service.killed("""
+await k.open("one")
+assert (await k.run("one", "exit 3", session="left")).session_ended
+await k.run("one", "true", session="held")
+ready()
+""")
+
+    async def story() -> None:
+        async with service.comes() as k:
+            assert await k.says("one", "echo new", session="left") == "new"
+            assert (await k.run("one", "true", session="held")).session_ended
+
+    run(story())
+
+
 # ---- what may not run ----------------------------------------------------------------------------------------------
 
 
@@ -348,7 +403,7 @@ def test_what_actions_run_in_is_killed_with_the_owner_and_what_they_had_left_sta
     service.killed("""
 await k.open("one")
 await k.open("two")
-await k.run("one", "(setsid sh -c 'while :; do :; done' 9202 > /dev/null 2>&1 &)")
+await k.run("one", "(setsid sh -c 'while :; do :; done' 9202 > /dev/null 2>&1 &); " + until_runs("9202"))
 for name in ("one", "two"):
     await k.start(name, Exec(command="trap '' TERM INT HUP; (setsid sleep 9203 &); while :; do :; done"))
 await until(lambda: len(found_by("9203")) >= 2, "they run")
@@ -492,7 +547,7 @@ def die(self, it):
     async def story() -> None:
         async with service.comes(expected=["whole", "half"]) as k:
             assert list(k.manager.adopted) == ["whole"]
-            assert k.manager.missing == {"half": "there is no record of it"}
+            assert k.manager.missing == {"half": NO_RECORD}
             assert [path.name for path in (service.directory / "boxes").iterdir()] == ["1"]
             assert [path.name for path in group(service.state, "cpu").parent.glob("[0-9]*")] == ["1"]
             await k.open("half")
@@ -577,7 +632,7 @@ def test_others_sweep_neither_an_owner_that_lives_nor_one_whose_spawner_does(ser
         await come_and_go()
         assert list((service.state / "owners").iterdir()) == [] and service.groups() == [], "neither lives: swept"
         async with service.comes(expected=["one"]) as k:
-            assert k.manager.missing == {"one": "there is no record of it"}
+            assert k.manager.missing == {"one": NO_RECORD}
 
     run(story())
 
@@ -612,6 +667,39 @@ def test_warm_sandboxes_are_not_left_behind(service: Service) -> None:
                 await k.run("one", "true")
 
     run(again())
+
+
+# ---- an owner that keeps nothing -----------------------------------------------------------------------------------
+
+
+def test_an_owner_that_keeps_nothing_adopts_what_is_there_and_ends_it_when_it_goes(service: Service) -> None:
+    service.killed(f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()')
+
+    async def story() -> None:
+        async with service.comes(keeps=False, warm=1) as k:
+            assert list(k.manager.adopted) == ["one"]
+            await k.open("two")
+            await k.do("", Prepare(spec=SPEC))
+            assert await k.says("one", "echo usable") == "usable"
+        assert list((service.state / "owners").iterdir()) == [] and service.groups() == []
+        assert processes_of(service.state, set()) == {} and mounts_below(service.state) == []
+        async with service.comes(expected=["one"]) as k:
+            assert (k.manager.adopted, k.manager.missing) == ({}, {"one": NO_RECORD})
+
+    run(story())
+
+
+def test_what_an_owner_that_keeps_nothing_has_dies_with_it_also_when_it_is_killed(service: Service) -> None:
+    service.killed(f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()')
+    service.killed(f'await k.open("two")\nawait k.run("two", {COUNTS!r})\nready()', keeps=False)
+    eventually(lambda: not service.spawner, "it is dead")
+    assert not inside(service.state, 1) and not inside(service.state, 2)
+
+    async def story() -> None:
+        async with service.comes() as k:
+            assert (k.manager.adopted, list(k.manager.missing)) == ({}, ["one", "two"])
+
+    run(story())
 
 
 # ---- what is missing -----------------------------------------------------------------------------------------------
@@ -744,7 +832,7 @@ ready()
             }  # fmt: skip
             assert "cannot be read" in k.manager.missing["3.json"]
             assert "another one" in k.manager.missing["sandbox-5"]
-            assert k.manager.missing["sandbox-3"] == "there is no record of it"
+            assert k.manager.missing["sandbox-3"] == NO_RECORD
             assert [path.name for path in kept.glob("*.json")] == ["1.json"]
             assert [path.name for path in (service.directory / "boxes").iterdir()] == ["1"]
             await k.open("sandbox-2")
@@ -773,7 +861,7 @@ def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Servic
     older.mkdir()
     for name in ("spawner.py", "file_work.py", "halting.py"):
         text = Path(spawner.__file__).with_name(name).read_text()
-        (older / name).write_text(text.replace("\nPROTOCOL = 1\n", "\nPROTOCOL = 0\n"))
+        (older / name).write_text(text.replace(f"\nPROTOCOL = {spawner.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
     service.killed(
         f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()',
         before=f"from tangram.managers.cpu import spawning; spawning.PROGRAM = {str(older / 'spawner.py')!r}",
@@ -782,7 +870,7 @@ def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Servic
 
     async def story() -> None:
         async with service.comes() as k:
-            reason = "the spawner that held it is of another version of Tangram: protocol 0, not 1"
+            reason = f"the spawner that held it is of another version of Tangram: protocol 0, not {spawner.PROTOCOL}"
             assert (k.manager.adopted, k.manager.missing) == ({}, {"one": reason})
             assert service.spawner not in (0, old) and not seen(old, "cmdline")
             await k.open("one")

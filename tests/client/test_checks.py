@@ -137,6 +137,16 @@ def test_images_that_cannot_be_meant_are_refused(plain: Connected) -> None:
     plain(test)
 
 
+def test_no_image_is_committed_under_the_name_of_the_machine(plain: Connected) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            with pytest.raises(InvalidAction, match="image: expected another name: 'host'"):
+                await box.commit("host")
+            assert (await box.commit("mine")).name == "mine"
+
+    plain(test)
+
+
 def test_an_image_may_be_forgotten_by_its_name(plain: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox() as box:

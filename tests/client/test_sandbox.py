@@ -99,16 +99,19 @@ def test_a_program_takes_the_place_of_a_shell_and_stands_still_between_commands(
             assert await shell.become(["python3", "-c", TICKING])
             answer = await shell.exec("first")
             assert (answer.stdout, answer.exit_code) == ("heard first\n", 3)
-            stopped_at = time.time()
             while len(await box.read("ticks")) != len(await box.read("ticks")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # what was being written when it was stopped
-            ticks = (await box.read_text("ticks")).split()
+            ticks, stood_from = (await box.read_text("ticks")).split(), time.time()
             await asyncio.sleep(0.3)  # in which it would tick many times
             assert (await box.read_text("ticks")).split() == ticks
+            stood_until = time.time()
             box.trajectory = "t2"
             assert (await shell.exec("second", cpus=1)).stdout == "heard second\n"
-            later = (await box.read_text("ticks")).split()[len(ticks) :]
-            assert [tick for tick in later if float(tick) < stopped_at] == []
+            later: list[float] = []
+            while not later or later[-1] < stood_until:  # it goes on, though perhaps not within one short command
+                await shell.exec("again", cpus=1)
+                later = [float(tick) for tick in (await box.read_text("ticks")).split()[len(ticks) :]]
+            assert [tick for tick in later if stood_from < tick < stood_until] == [], "one from before may be told late"
             with pytest.raises(InvalidAction, match="a list of words"):
                 await shell.become("python3")
             assert (await box.session().exec("echo beside")).stdout == "beside\n"

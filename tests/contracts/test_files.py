@@ -178,6 +178,36 @@ async def test_what_is_no_tar_is_not_unpacked(bench: Bench) -> None:
         await bench.manager.unpack(box.name, "here", io.BytesIO(b"this is no tar" * 100))
 
 
+@pytest.mark.parametrize("name", ["../evil", "../../evil", "a/../../evil", "a/..", "/tmp/evil", "/evil"])
+async def test_a_tar_with_a_name_that_leads_out_of_its_directory_is_refused(bench: Bench, name: str) -> None:
+    box = await bench.open()
+    await box.write("top/kept", b"kept")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = 4
+        tar.addfile(member, io.BytesIO(b"evil"))
+    packed.seek(0)
+    with pytest.raises(FileFailed, match="leads out of the directory"):
+        await bench.manager.unpack(box.name, "top/here", packed)
+    assert await box.names("top") == ["here", "kept"] or await box.names("top") == ["kept"]
+    for path in ("evil", "top/evil", "/tmp/evil", "/evil"):
+        with pytest.raises(FileFailed):
+            await box.read(path)
+
+
+async def test_a_tar_with_a_hard_link_to_what_is_not_there_is_refused(bench: Bench) -> None:
+    box = await bench.open()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.LNKTYPE, "missing"
+        tar.addfile(link)
+    packed.seek(0)
+    with pytest.raises(FileFailed):
+        await bench.manager.unpack(box.name, "here", packed)
+
+
 # ---- nothing leads out --------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,14 @@ async def test_an_image_that_is_not_there_is_refused(bench: Bench) -> None:
     assert not (isinstance(caught.value, ManagerError) and caught.value.retry)
 
 
+async def test_nothing_is_committed_under_the_name_of_the_image_of_the_machine(bench: Bench) -> None:
+    box = await bench.open()
+    with pytest.raises(InvalidAction, match="image: expected another name: 'host' always stands"):
+        await box.commit("host")
+    await box.commit("hosts")
+    await bench.open(image="hosts")
+
+
 async def test_an_image_is_remembered_until_it_is_forgotten(bench: Bench) -> None:
     box = await bench.open()
     await box.commit("made")

@@ -435,7 +435,7 @@ class Model:
         return v.SandboxView(
             name=f"{walk.name}-box",
             run=walk.tenant.name,
-            node="node-a",
+            node="node-a" if active or walk.actions else "",
             memory_mib=walk.tenant.memory_mib,
             opened_s=walk.began_s,
             active=active,

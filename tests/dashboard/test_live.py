@@ -71,6 +71,9 @@ def test_a_restarted_service_is_noticed_and_its_old_rows_are_dropped(screen: Ope
     page.until("!document.getElementById('banner').hidden")
     assert page.text("#banner").startswith("No answer from the service since")
     assert page.text(".live").startswith("Disconnected")
+    assert (page.text("[data-fact=service] b"), page.js("document.getElementById('facts').dataset.state")) == (
+        "not known", "not known",
+    )  # fmt: skip
     page.until("document.querySelector('.live').textContent.includes(' old')")
     busy.model = Model(2)
     busy.model.recovered = "nothing was lost."
@@ -79,6 +82,7 @@ def test_a_restarted_service_is_noticed_and_its_old_rows_are_dropped(screen: Ope
     page.until("document.body.dataset.phase === 'live'")
     page.until("document.body.dataset.instance === 'instance-2' && document.getElementById('banner').hidden")
     assert page.text("[data-fact=recovered] b") == "nothing was lost."
+    assert page.text("[data-fact=service] b") == "up"
     page.until("Number(document.body.dataset.rows) > 0")
     page.frame()
     assert int(page.js("document.body.dataset.rows")) <= len(busy.model.rows) < 400

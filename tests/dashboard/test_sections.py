@@ -194,10 +194,31 @@ def test_sandboxes_are_frozen_or_active_with_memory(screen: Opener, still: FakeS
     boxes = still.model.view().sandboxes
     page.page.mouse.wheel(0, 20_000)  # rows far below are made when they are near
     page.until(f"document.querySelectorAll('tbody tr').length === {len(boxes)}")
-    states = ["active, 1 action" if box.active else "frozen" for box in boxes]
+    states = ["active, 1 action" if box.active else "frozen" if box.node else "being opened" for box in boxes]
     assert page.texts("tbody tr td:nth-child(1)") == [box.name for box in boxes]
     assert page.texts("tbody tr td:nth-child(4)") == states
     assert set(page.texts("tbody tr td:nth-child(5)")) == {"1.5 GiB", "512 MiB", "2 GiB"}
+
+
+def test_an_instance_of_a_function_is_shown_with_it(screen: Opener, still: FakeService) -> None:
+    def with_instance(view: View) -> View:
+        box = msgspec.structs.replace(view.sandboxes[0], name="function-1f", function="rewards.score")
+        return msgspec.structs.replace(view, sandboxes=(box,), sandboxes_total=1)
+
+    still.changed = with_instance
+    page = screen(still).go("sandboxes")
+    page.until("document.querySelectorAll('tbody tr').length === 1")
+    assert page.texts("tbody tr td:nth-child(1)") == ["rewards.score (function-1f)"]
+
+
+def test_a_sandbox_without_a_node_is_being_opened_and_not_frozen(screen: Opener, still: FakeService) -> None:
+    view = still.model.view
+    first, *others = view().sandboxes
+    opening = msgspec.structs.replace(first, node="", active=0, actions=0)
+    still.model.view = lambda: msgspec.structs.replace(view(), sandboxes=(opening, *others))  # type: ignore[method-assign]
+    page = screen(still).go("sandboxes")
+    assert page.texts("tbody tr:first-child td:nth-child(4)") == ["being opened"]
+    assert "being opened" in page.text(".panel .note")
 
 
 def test_an_empty_service_says_what_would_be_here(screen: Opener, idle: FakeService) -> None:

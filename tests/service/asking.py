@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +70,8 @@ class Caller:
         sent = {"authorization": f"Bearer {self.token}"} if self.token else {}
         if record is not None:
             body, sent["content-type"] = msgspec.json.encode(record), "application/json"
+        if isinstance(body, bytes):
+            body = io.BytesIO(body)  # as aiohttp wants what is large
         sent.update(headers or {})
         words = "&".join(f"{name}={quote(str(value), safe='')}" for name, value in query.items())
         url = URL(f"{self.address}{path}{'?' + words if words else ''}", encoded=True)

@@ -52,6 +52,10 @@ class Process:
     def log(self) -> str:
         return (self.folder / "log").read_text()
 
+    def configure(self, **said: str) -> None:
+        """Other lines of its config, from its next start on."""
+        self._said |= said
+
     def start(self) -> None:
         """Returns when it is ready."""
         path = self.folder / "tangram.toml"

@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -408,6 +409,20 @@ def test_what_is_no_archive_is_said_to_be_none(tmp_path: Path, backend: str, jun
             found = await caller.ask("PUT", "/v1/sandboxes/box/tree", body=junk, path=".")
             assert found.status == 204 or found.code == "file_failed", found
             assert (await caller.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_no_image_is_said_of_the_upload_and_not_of_a_file_of_the_service(tmp_path: Path, backend: str) -> None:
+    require(backend)
+
+    async def main() -> None:
+        async with asked(tmp_path, backend=backend) as caller:
+            for body in (b"no image", tar_of(member("x", content=b"no image either"))):
+                found = await caller.ask("POST", "/v1/images", body=body)
+                assert found.code == ("invalid_config" if backend == "sandbox" else "manager_failed")
+                assert "the upload" in found.error["message"] and tempfile.gettempdir() not in found.content.decode()
 
     asyncio.run(main())
 

@@ -108,7 +108,9 @@ FIELDS = {
     b'{"id":"x","idd":"y",%s}' % WORK: "idd: expected no field of this name, got 'y'",
     b'{"id":"x"}': "work: expected this field, which is required, got none",
     b'{"id":"x","sandbox":"b","work":{"type":"Open","spec":{"root":true}}}': "work.spec.root: expected no field",
-    b'{"id":"x","work":{"type":"No"}}': "work.type: expected what the reference says of it, got Invalid value 'No'",
+    b'{"id":"x","work":{"type":"No"}}': (
+        "work.type: expected one of 'Call', 'Close', 'Commit', 'Exec', 'Hold', 'Infer', 'Open', 'Post', got 'No'"
+    ),
     b'{"id":"x","priority":1000,%s}' % WORK: "priority: expected `int` <= 100, got 1000",
     b'{"id":"a b"%s,%s}' % (b" " * (64 << 10), WORK): f"id: expected {NAMED}, got something else",
     b"[]": "body: expected `object`, got `array`",
@@ -123,6 +125,8 @@ def test_an_error_names_the_field_of_the_body_and_what_it_takes(tmp_path: Path) 
                 assert error["message"].startswith(says) and error["field"] == says.partition(":")[0]
             error = (await caller.ask("POST", "/v1/acknowledge", {"actions": ["x", "/"]})).error
             assert error["message"] == f"actions[1]: expected {NAMED}, got '/'"
+            error = (await caller.ask("PATCH", "/v1/nodes/local", {"state": "asleep"})).error
+            assert error["message"] == "state: expected one of 'draining', 'up', got 'asleep'"
 
     asyncio.run(main())
 
@@ -473,6 +477,17 @@ def test_a_run_has_so_many_images_and_may_make_one_again(tmp_path: Path) -> None
             assert (await b.ask("POST", "/v1/images", body=b"another")).status == 200
             assert (await a.ask("DELETE", f"/v1/images/{first}")).status == 204
             assert (await a.submit("f", {"type": "Commit", "image": "other"}, sandbox="box")).status == 200
+
+    asyncio.run(main())
+
+
+def test_no_image_is_committed_as_host_which_sandboxes_would_not_be_opened_from(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with tenants(tmp_path) as (_, _, a, _):
+            await a.open()
+            refused = await a.submit("c", {"type": "Commit", "image": "host"}, sandbox="box")
+            assert (refused.status, refused.error["field"]) == (422, "image")
+            assert "another name: 'host' always stands for this machine" in refused.error["message"]
 
     asyncio.run(main())
 

@@ -862,7 +862,7 @@ def test_results_of_a_finished_run_are_deleted_and_its_live_actions_are_not(path
                 await journal.submitted(f"{name}-live", name, b"", b"")
                 await journal.submitted(f"{name}-settled", name, b"", b"")
                 await journal.settled(f"{name}-settled", b"")
-            assert await journal.compact(runs_finished=["one", "never"]) == 1
+            assert await journal.forget(["one", "never"]) == 1
 
     run(main())
     assert phases(found(path)) == {"one-live": "queued", "two-live": "queued", "two-settled": "settled"}

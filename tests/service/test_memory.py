@@ -34,9 +34,10 @@ class Noting:
         await self._note("starting", ticket)
         assert self.done(ticket, "start") < ticket.attempt, "it was launched before it was written down"
 
-    async def settled(self, ticket: Ticket, settled: Settled) -> None:
+    async def settled(self, ticket: Ticket, settled: Settled) -> Settled:
         assert not ticket.settled.done(), "its caller was told before it was written down"
         await self._note(settled.outcome.status.value, ticket)
+        return settled
 
     async def _note(self, what: str, ticket: Ticket) -> None:
         await self.go_on.wait()

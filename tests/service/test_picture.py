@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.clock import SimClock
-from tangram.core.action import Action, Status, Usage
+from tangram.core.action import Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, GPU, Amounts, Demand, cores, fixed, learned, one_of
 from tangram.core.ledger import CORE_KIND
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
+    Concluded,
     Effect,
     Event,
     Evicted,
@@ -637,6 +638,20 @@ def test_sandboxes_go_with_their_node() -> None:
 
 
 # ---- all of it together ----
+
+
+def test_what_ended_with_the_service_before_is_counted_and_told_and_takes_no_part_in_times() -> None:
+    world = World(*cpu_node("n0", 4))
+    world.run("a", 2.0)
+    action = Action(id="b", demand=Demand({CPU: cores(1)}), run="default")
+    world.send(Concluded(action=action, outcome=Outcome(action="b", status=Status.LOST, reason="it was restarted")))
+    (run,) = world.picture.view(None).runs
+    assert run.settled == {"succeeded": 1, "lost": 1} and (run.act.count, run.running, run.waiting) == (1, 0, 0)
+    assert [row.id for row in world.picture.timeline(0, 10, None).rows] == ["a", "b"]
+    story = world.picture.story("b", None)
+    assert story is not None and (story.status, story.explanation) == ("lost", "it was restarted")
+    assert [line.text for line in story.lines][-1] == "lost: it was restarted"
+    assert world.picture.story("b", "another") is None
 
 
 def test_memory_does_not_grow_with_what_was_seen() -> None:

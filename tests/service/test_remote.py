@@ -89,7 +89,11 @@ def test_whoever_holds_a_quota_and_falls_silent_loses_it(tmp_path: Path, monkeyp
             assert b"settled" not in await wire.ask("POST", "/v1/actions", body, wait_s=0.0)
             async with t.quota("search", requests=2, deadline_s=DEADLINE_S):
                 pass
-            assert b'"settled"' in await wire.ask("GET", "/v1/actions/silent", wait_s=30.0)
+            reply = msgspec.json.decode(await wire.ask("GET", "/v1/actions/silent", wait_s=30.0))
+            said = "its holder said nothing for 0.2 s (hold_idle_s)"
+            assert reply["settled"]["outcome"]["reason"] == said
+            story = msgspec.json.decode(await wire.ask("GET", "/v1/actions/admin/silent/story"))
+            assert story["explanation"] == said
 
     asyncio.run(main())
 

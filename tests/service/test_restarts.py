@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -12,13 +13,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.chaos.conftest import found_by, inside, mounts_below, processes_of, until, until_runs
 from tests.client.conftest import why_not
 from tests.service.process import Process
 
 from tangram.client.client import Client, connect
 from tangram.client.remote import Wire
 from tangram.core.action import Status
-from tangram.errors import ManagerError
+from tangram.errors import ManagerError, SessionEnded
+from tangram.managers.cpu import cgroups
+from tangram.managers.streams import HELD_SHELL
+from tangram.sim.survey import survey
 
 DEADLINE_S = 120.0
 
@@ -96,10 +101,41 @@ def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_i
             assert lost.status is Status.LOST and "restarted while it ran" in lost.reason
             assert (await again).ok
             assert all(result.ok for result in await asyncio.gather(*waiting))
-            assert (await box.read_text("log")).split() == ["once", "again", "again"]
+            assert sorted((await box.read_text("log")).split()) == ["again", "again", "once"]
             assert sorted((await box.read_text("order")).split()) == list("01234")
 
     play(kept, test)
+
+
+def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="process", node="cores = 1")
+
+    async def test(t: Client) -> None:
+        wire = t._transport.wire  # type: ignore[attr-defined]
+        async with t.sandbox(memory="64MiB") as box:
+            running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
+            await until_running("a", box)
+            waiting = asyncio.create_task(box.exec("true", cpus=1))
+            await until_waiting(t, 1)
+            await restarted(process)
+            reasons = {(await running).reason, (await waiting).reason}
+            assert len(reasons) == 2
+            view = msgspec.json.decode(await wire.ask("GET", "/v1/view"))
+            assert view["runs"][0]["settled"] == {"lost": 2} and view["runs"][0]["act"]["count"] == 0
+            rows = msgspec.json.decode(await wire.ask("GET", "/v1/timeline"))["rows"]
+            assert [row[5] for row in rows] == ["lost", "lost"]
+            story = msgspec.json.decode(await wire.ask("GET", f"/v1/actions/{rows[0][1]}/story"))
+            assert story["status"] == "lost" and story["explanation"] == "the service was restarted while it ran"
+            assert story["lines"][-1]["text"] == "lost: the service was restarted while it ran"
+            metrics = (await wire.ask("GET", "/metrics")).decode()
+            assert 'tangram_actions_total{run="default",status="lost"} 2' in metrics
+            await asyncio.to_thread(process.stop)
+            seen = survey(process.folder / "events.jsonl")
+            assert [run.statuses for run in seen.runs] == [{"lost": 2}] and seen.unsettled == 0
+            await asyncio.to_thread(process.start)
+            assert 'status="lost"' not in (await wire.ask("GET", "/metrics")).decode(), "it was counted before"
+
+    play(process, test)
 
 
 async def until_waiting(t: Client, count: int) -> None:
@@ -173,6 +209,52 @@ def test_a_service_that_is_killed_while_it_drains_loses_nothing(kept: Process) -
             assert (await waiting).stdout == "waited\n"
 
     play(kept, test)
+
+
+def test_a_session_that_ended_with_the_service_says_so_whatever_else_ran_in_its_sandbox(kept: Process) -> None:
+    """Its shell is awake while another action runs, and ends by itself when the service does: here it is seen to end
+    before the service."""
+
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box, box.session() as session:
+            await session.exec("export X=42; cd /tmp")
+            running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
+            await until_running("a", box)
+            os.kill(kept.pid, signal.SIGSTOP)
+            (shell,) = set(found_by(HELD_SHELL)) & inside(kept.folder / "state")
+            os.kill(shell, signal.SIGKILL)
+            await until(lambda: not os.path.exists(f"/proc/{shell}"), "its spawner has noticed its end")
+            await restarted(kept)
+            assert (await running).status is Status.LOST
+            result = await session.exec("echo X=$X; pwd")
+            assert (result.session_ended, result.stdout) == (True, "")
+            with pytest.raises(SessionEnded):
+                await session.exec("true")
+
+    play(kept, test)
+
+
+def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_leaves_nothing(kept: Process) -> None:
+    """As an administrator does who stops it for good."""
+    state = kept.folder / "state"
+
+    async def test(t: Client) -> None:
+        box = await t.sandbox(memory="128MiB").__aenter__()
+        await box.write("file", "kept")
+        await box.exec(f"(sleep 9301 > /dev/null 2>&1 &); {until_runs('9301')}")
+        (owner,) = [path.name for path in (state / "owners").iterdir()]
+        kept.configure(service='sandboxes_on_stop = "close"')
+        await restarted(kept, kill=False)
+        assert await box.read_text("file") == "kept", "it was not taken over"
+        assert owner in cgroups.owners() and found_by("9301")
+        await asyncio.to_thread(kept.stop)
+        assert list((state / "owners").iterdir()) == [] and owner not in cgroups.owners()
+        assert processes_of(state, set()) == {} and not found_by("9301") and mounts_below(state) == []
+        await asyncio.to_thread(kept.start)
+        assert (await box.exec("true")).status is Status.LOST
+
+    play(kept, test)
+    assert "1 sandbox taken over" in kept.log and "did not survive the end" in kept.log
 
 
 def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import pytest
 from tests.client.conftest import why_not
-from tests.service.asking import Answer, Caller, tenants
+from tests.service.asking import Answer, Caller, Line, line, make_run, tenants
 
+from tangram.managers.fake import FakeManager
 from tangram.managers.quota import Quota
 from tangram.service.view import HIDDEN
 
@@ -261,6 +263,92 @@ def test_a_run_that_ends_takes_everything_along_and_leaves_others_alone(tmp_path
             assert (await other.ask("GET", "/v1/actions/secretaction-done", wait_s=0)).code == "not_found"
             assert (await b.ask("GET", "/v1/actions/mine", wait_s=0)).json["state"] == "settled"
             assert (await b.ask("DELETE", "/v1/images/mine")).status == 204
+
+    asyncio.run(main())
+
+
+UNDER_WAY = {
+    "an opening": ("POST", "/v1/actions", {"id": "o", "sandbox": "late", "work": {"type": "Open", "spec": {}}}),
+    "a program": ("POST", "/v1/actions", {"id": "e", "sandbox": "box", "work": {"type": "Exec", "command": "true"}}),
+    "an image": ("POST", "/v1/images", b"the bytes of an image"),
+    "the key of an image": ("PUT", "/v1/image-keys/late", {"name": "host"}),
+    "a file": ("PUT", "/v1/sandboxes/box/files?path=late", b"the bytes of a file"),
+    "a tree": ("PUT", "/v1/sandboxes/box/tree?path=.", b"the bytes of a tree"),
+    "what has arrived": ("POST", "/v1/acknowledge", {"actions": ["open-box"]}),
+    "the end of a hold": ("POST", "/v1/actions/h/release", {"spent": None}),
+    "what an API said": ("POST", "/v1/quotas/search/heard", {"status": 429, "action": "h"}),
+}
+"""Requests with a body, of a run that has a sandbox `box`."""
+
+
+async def begin(raw: Line, token: str, method: str, path: str, body: bytes) -> None:
+    """All of a request but the end of its body. Returns when the service reads it, which answers in order."""
+    head = f"host: 127.0.0.1\r\nauthorization: Bearer {token}\r\n"
+    await raw.send(f"GET /v1/about HTTP/1.1\r\n{head}\r\n".encode())
+    assert (await raw.answer())[0] == 200
+    length = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
+    await raw.send(f"{method} {path} HTTP/1.1\r\n{head}{length}".encode())
+    assert b" 100 " in await raw.reader.readuntil(b"\r\n\r\n")  # said when its body is asked for
+    await raw.send(body[:5])
+
+
+@pytest.mark.parametrize("what", UNDER_WAY)
+@pytest.mark.parametrize("again", [False, True], ids=["revoked", "made again"])
+def test_what_is_under_way_when_its_run_is_revoked_comes_to_nothing(tmp_path: Path, what: str, again: bool) -> None:
+    method, path, content = UNDER_WAY[what]
+    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+
+    async def main() -> None:
+        async with tenants(tmp_path, quotas=[Quota("search", 4)]) as (up, admin, a, _), line(up.address) as raw:
+            await a.open()
+            await begin(raw, a.token, method, path, body)
+            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
+            other = await make_run(admin, a.name) if again else None
+            if other is not None:
+                await other.open()
+            await raw.send(body[5:])
+            status, said = await raw.answer()
+            unknown = await Caller(a.session, a.address, "tgr_nobody").ask("GET", "/v1/about")
+            assert (status, said) == (401, unknown.content)
+            other = other or await make_run(admin, a.name)
+            shown = (await other.ask("GET", "/v1/sandboxes")).json["sandboxes"]
+            assert [box["name"] for box in shown] == (["box"] if again else [])
+            for id in ("o", "e"):
+                assert (await other.ask("GET", f"/v1/actions/{id}", wait_s=0)).code == "not_found"
+            if again:
+                assert (await other.ask("GET", "/v1/sandboxes/box/list", path=".")).json == {"entries": []}
+            assert (await other.ask("GET", "/v1/image-keys/late")).json == {"name": ""}
+            refused = await other.submit("x", {"type": "Open", "spec": {"image": "none"}}, sandbox="x")
+            assert refused.error["expected"] == "one of 'host'"
+
+    asyncio.run(main())
+
+
+def test_an_image_that_is_being_added_when_its_run_is_revoked_is_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding, go_on = asyncio.Event(), asyncio.Event()
+    add_image = FakeManager.add_image
+
+    async def slowly(self: FakeManager, source: str) -> str:
+        adding.set()
+        await go_on.wait()
+        return await add_image(self, source)
+
+    monkeypatch.setattr(FakeManager, "add_image", slowly)
+
+    async def main() -> None:
+        async with tenants(tmp_path) as (_, admin, a, b):
+            added = asyncio.create_task(a.ask("POST", "/v1/images", body=b"tar"))
+            await adding.wait()
+            assert (await admin.ask("DELETE", f"/v1/runs/{a.name}")).status == 204
+            other = await make_run(admin, a.name)
+            go_on.set()
+            assert (await added).code == "unauthorized"
+            name = (await b.ask("POST", "/v1/images", body=b"tar")).json["name"]
+            await b.open("from-image", image=name)
+            refused = await other.submit("o", {"type": "Open", "spec": {"image": name}}, sandbox="box")
+            assert refused.error["field"] == "sandbox.image"
 
     asyncio.run(main())
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tangram.core.demand import fixed
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.work import HOST_IMAGE, Commit, Open
-from tangram.service.auth import Caller
+from tangram.service.auth import Caller, Standing
 from tangram.service.translate import CHOICES_MAX, KINDS, UNITS_MAX, Names, Rules, capped, running_pool, translated
 from tangram.service.view import HIDDEN
 from tangram.service.wire import NAME, RUN, Caps, Submission
 
 IMAGES = {"a:one": "a:one", "a:added": "sha256-1", "b:other": "b:other", "ab:third": "ab:third"}
 RULES = Rules(quota_pools=frozenset({"search", "search/requests"}), capture_bytes_max=1 << 20)
-A = Caller("a", "a", False, Caps())
-ADMIN = Caller("admin", "", True, Caps())
+A = Caller("a", "a", False, Caps(), Standing())
+ADMIN = Caller("admin", "", True, Caps(), Standing())
 
 words = st.from_regex(NAME, fullmatch=True).map(lambda name: name[:100])
 runs = st.from_regex(RUN, fullmatch=True)
@@ -155,11 +155,11 @@ def test_network_is_for_whom_the_admin_allows_it() -> None:
     with pytest.raises(AdmissionRefused) as caught:
         said(work=work)
     assert caught.value.limit == "network"
-    allowed = Caller("a", "a", False, Caps(network=True))
+    allowed = Caller("a", "a", False, Caps(network=True), Standing())
     _, opened = said(allowed, work=work)
     assert isinstance(opened, Open) and opened.spec.network
     with pytest.raises(AdmissionRefused):
-        said(Caller("a", "a", False, Caps(network=False)), Rules(network=True), work=work)
+        said(Caller("a", "a", False, Caps(network=False), Standing()), Rules(network=True), work=work)
     assert said(ADMIN, work=work)[1].spec.network
 
 
@@ -199,6 +199,6 @@ def test_functions_are_called_only_where_there_are_sandboxes_for_them() -> None:
 
 
 def test_a_cap_on_what_runs_is_a_pool_of_its_run() -> None:
-    action, _ = said(Caller("a", "a", False, Caps(running_max=2)))
+    action, _ = said(Caller("a", "a", False, Caps(running_max=2), Standing()))
     assert running_pool("a") not in action.demand.pools, "then a submission would change when the cap does"
     assert capped(action).demand.pools[running_pool("a")] == fixed(1)

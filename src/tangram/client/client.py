@@ -200,6 +200,11 @@ class Client:
 
     # ---- model services ----
 
+    def require_service(self, name: str) -> None:
+        """Raises InvalidAction, if there is no such model service to be called."""
+        self._life.require()
+        self._transport.service(name)
+
     async def infer(
         self,
         service: str,

@@ -137,6 +137,7 @@ class _Wrapper:
 
 class SyncSession(_Wrapper):
     exec = _waiting(Session.exec)
+    become = _waiting(Session.become)
     close = _waiting(Session.close)
 
 

@@ -112,7 +112,8 @@ class ServiceConfig(Table, frozen=True, kw_only=True):
     """HTTP function endpoints that the service calls in the name of its callers: addresses that begin so, and no
     others."""
     sandboxes_on_stop: Annotated[valid.OnStop, one_of(valid.OnStop)] = "keep"
-    """Whether sandboxes outlive the service, so that the next one takes them over, or are closed when it stops."""
+    """Whether sandboxes outlive the service, so that the next one takes them over, or are closed when it stops, those
+    that it took over included."""
 
     def together(self) -> None:
         if bool(self.tls_certificate) != bool(self.tls_key):
@@ -164,17 +165,22 @@ class RunLimits(Table, frozen=True, kw_only=True):
     file_bytes_max: valid.Size = 4 * GIB
     """Of one file or archive that is streamed in."""
     sandboxes_max: valid.Count = 1000
-    """Sandboxes that are open or wait for their memory."""
+    """Sandboxes that are open or wait for their memory, those included in which its functions are being called."""
     images_max: valid.Count = 200
     """Images that it has and has not forgotten."""
     waiting_max: valid.Count = 20_000
     """Actions under way, waiting or running."""
+    waiting_bytes_max: valid.Size = 256 * MIB
+    """What the actions under way were submitted with, together; it is in memory and in the journal."""
+    results_bytes_max: valid.Size = 1 * GIB
+    """Results that were not acknowledged, together. Beyond, nothing is taken in, and of what is under way already the
+    output is not kept: it settles as lost."""
     requests_per_s: valid.PerSecond = 5000.0
     """Requests per second, in the long run."""
     requests_burst: valid.Count = 10_000
     """Requests at once, after a pause."""
     sandbox_idle_s: valid.Seconds = 3600.0
-    """A sandbox that nobody used for so long is closed."""
+    """A sandbox that nobody used for so long is closed. An instance of a function ends after so long at the latest."""
     hold_idle_s: valid.Seconds = 60.0
     """Whoever holds a part of a quota and says nothing for so long has lost it."""
     network: valid.Flag = False

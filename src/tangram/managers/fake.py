@@ -52,6 +52,7 @@ from tangram.managers.work import (
     SandboxSpec,
     Work,
     inside,
+    require_below,
     require_forgettable,
 )
 
@@ -530,11 +531,15 @@ class FakeManager:
         try:
             with tarfile.open(fileobj=tar, mode="r|") as members:
                 for member in members:
+                    require_below(path, member.name)
                     target = posixpath.normpath(posixpath.join(at, member.name))
                     if member.isdir():
                         box.make_directory(target)
                     elif member.islnk():
-                        box.put(target, box.files[posixpath.normpath(posixpath.join(at, member.linkname))])
+                        original = box.files.get(posixpath.normpath(posixpath.join(at, member.linkname)))
+                        if original is None:
+                            raise FileFailed(path, f"the tar has a link to {member.linkname!r}, which is not there")
+                        box.put(target, original)
                     elif (content := members.extractfile(member)) is not None:
                         box.put(target, File(content.read(), member.mode))
         except tarfile.TarError as error:

@@ -11,7 +11,7 @@ import posixpath
 import msgspec
 
 from tangram.core.action import NO_USAGE, Usage
-from tangram.errors import InvalidAction
+from tangram.errors import FileFailed, InvalidAction
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -166,6 +166,10 @@ class Commit(Work, frozen=True, kw_only=True):
     image: str
     """The name of the new image."""
 
+    def __post_init__(self) -> None:
+        if self.image == HOST_IMAGE:
+            raise InvalidAction("image", self.image, f"another name: {HOST_IMAGE!r} always stands for this machine")
+
 
 def require_text(field: str, value: object) -> None:
     if not isinstance(value, str) or "\0" in value:
@@ -202,6 +206,12 @@ def inside(path: str) -> str:
     if not path:
         raise InvalidAction("path", path, "a path inside the sandbox")
     return posixpath.join(WORKSPACE, path)
+
+
+def require_below(path: str, member: str) -> None:
+    """Of a tar that is unpacked below a path: where its names lead is said by the caller alone. Raises FileFailed."""
+    if member.startswith("/") or ".." in member.split("/"):
+        raise FileFailed(path, f"the tar has {member!r}, which leads out of the directory")
 
 
 # ---- what comes of it -------------------------------------------------------------------------------------------

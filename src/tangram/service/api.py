@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -20,11 +21,12 @@ from weakref import WeakValueDictionary
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tangram.config.valid import is_loopback
 from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidInput, ManagerError, TangramError
-from tangram.service.auth import Bucket, Caller, Guesses, Runs
-from tangram.service.fault import Draining, Fault, NotFound, fault_of
+from tangram.service.auth import Bucket, Caller, Guesses, Runs, Standing
+from tangram.service.fault import Draining, Fault, NotFound, Unauthorized, fault_of
 from tangram.service.journal import JournalConflict, JournalFailed
 from tangram.service.malformed import malformed
 from tangram.service.wire import WAIT_S, WAIT_S_MAX, Caps, Problem
@@ -35,10 +37,14 @@ BODY_BYTES_PER_S = 64 << 10
 PIECE_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
 """Of what is streamed in or out; more goes through a temporary file."""
-UPLOADS_MAX = 64
-"""At once, over all runs: each may take disk."""
-UPLOADS_OF_RUN_MAX = 8
-"""At once, of one run: whoever sends slowly holds up its own ones only."""
+LARGE_BYTES = 256 << 10
+"""Bodies and answers beyond take turns: so much on every connection is what memory is there for."""
+BODIES_MAX, BODIES_OF_RUN_MAX = 16, 4
+"""Large bodies that are read into memory at once, over all runs and of one run."""
+UPLOADS_MAX, UPLOADS_OF_RUN_MAX = 64, 8
+"""Bodies that go through a file at once: each may take disk."""
+ANSWERS_MAX, ANSWERS_OF_RUN_MAX = 64, 8
+"""Large answers under way at once, until they are taken: each may take disk."""
 WAIT_SAID_S_MAX = 3600.0
 """What a client is told to wait at most."""
 WHOLE_MAX = 1 << 53
@@ -85,14 +91,34 @@ class Refusal(Exception):
         self.status = status or STATUS_BY_CODE[code]
 
 
+class Turns:
+    """So many at once, over all runs and of one: whoever is slow holds up its own ones only."""
+
+    def __init__(self, most: int, of_run_max: int) -> None:
+        self._turn = asyncio.Semaphore(most)
+        self._of_run_max = of_run_max
+        self._turn_by_space: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, caller: Caller) -> AsyncIterator[None]:
+        """Raises Unauthorized if the run was revoked before it came."""
+        own = self._turn_by_space.get(caller.space) or asyncio.Semaphore(self._of_run_max)
+        self._turn_by_space[caller.space] = own
+        async with own, self._turn:
+            caller.require_standing()
+            yield
+
+
 class Ask:
     """One request, with who sends it."""
 
-    __slots__ = ("caller", "request")
+    __slots__ = ("bodies", "caller", "request")
 
-    def __init__(self, request: Request, caller: Caller) -> None:
+    def __init__(self, request: Request, caller: Caller, bodies: Turns) -> None:
         self.request = request
         self.caller = caller
+        self.bodies = bodies
+        """Of large ones."""
 
     def part(self, name: str) -> str:
         """Of the path."""
@@ -166,6 +192,7 @@ class Door:
         self._per_s, self._burst = requests_per_s, requests_burst
         self._buckets: dict[str, Bucket] = {}
         self._guesses = Guesses(now)
+        self._bodies = Turns(BODIES_MAX, BODIES_OF_RUN_MAX)
         self.observe: Callable[[str, int, float], None] = lambda route, status, seconds: None
         """Told each request that was answered: metrics."""
         self.refused: Callable[[str], None] = lambda limit: None
@@ -175,10 +202,8 @@ class Door:
         async def answer(request: Request) -> Response:
             began = time.perf_counter()
             try:
-                if public:
-                    found = await handler(Ask(request, NOBODY))
-                else:
-                    found = await handler(Ask(request, self._caller(request)))
+                caller = NOBODY if public else self._caller(request)
+                found = await handler(Ask(request, caller, self._bodies))
             except Exception as error:
                 found = self._failed(request, error)
             self.observe(route, found.status_code, time.perf_counter() - began)
@@ -199,17 +224,12 @@ class Door:
             if token:
                 self._guesses.wrong(address)
                 log.warning("wrong token address=%r", address)
-            raise Refusal("unauthorized", "expected a valid token: 'Authorization: Bearer TOKEN'")
+            raise Unauthorized
         if not token:
             _require_this_machine(request)
         self._require_rate(caller)
-        return self._acting(request, caller) if caller.admin and "run" in request.query_params else caller
-
-    def _acting(self, request: Request, admin: Caller) -> Caller:
-        """The admin, in the name of a run: what it names is the run's."""
-        run = request.query_params["run"]
-        caps = self._runs.record(run).caps
-        return Caller(run, run, True, caps)
+        run = request.query_params.get("run") if caller.admin else None
+        return caller if run is None else self._runs.acting(run)
 
     def _require_rate(self, caller: Caller) -> None:
         now = self._now()
@@ -258,6 +278,8 @@ def _fault(error: Exception) -> Fault | None:
     """None: it is a bug."""
     if isinstance(error, NotFound):
         return Fault(code="not_found", message=str(error))
+    if isinstance(error, Unauthorized):
+        return Fault(code="unauthorized", message=str(error))
     if isinstance(error, Draining):
         return Fault(code="draining", message=str(error), retry=True)
     if isinstance(error, JournalConflict):
@@ -269,7 +291,7 @@ def _fault(error: Exception) -> Fault | None:
     return None
 
 
-NOBODY = Caller("", "", False, Caps())
+NOBODY = Caller("", "", False, Caps(), Standing())
 """Who asks for what everybody may see."""
 
 
@@ -277,38 +299,50 @@ NOBODY = Caller("", "", False, Caps())
 
 
 async def read_json(ask: Ask, decoder: msgspec.json.Decoder[Any], bytes_max: int) -> Any:
-    """Raises InvalidAction for what is no such record."""
+    """Raises InvalidAction for what is no such record, and Unauthorized if its run was revoked meanwhile."""
     kind = ask.request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind not in (JSON, FORM):
         raise Refusal("wrong_content_type", f"expected a body of {JSON}, got {kind[:100]!r}")
-    body = await read_body(ask.request, bytes_max, "body_bytes_max")
+    body = await _body(ask, bytes_max)
+    ask.caller.require_standing()
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         inner = error.__cause__
         if isinstance(inner, TangramError):
             raise inner from None
-        raise malformed(error, body) from None
+        raise malformed(error, body, decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal("invalid_json", f"the body is no JSON: {error}") from None
 
 
 JSON = "application/json"
+OCTETS = "application/octet-stream"
 FORM = "application/x-www-form-urlencoded"
 """What curl says of whatever it sends; it is read as JSON all the same."""
 
 
-async def read_body(request: Request, bytes_max: int, limit: str) -> bytes:
-    parts: list[bytes] = []
-    async for part in pieces(request, bytes_max, limit):
-        parts.append(part)
+async def _body(ask: Ask, bytes_max: int) -> bytes:
+    """One that may be large is read when it is its turn."""
+    async with AsyncExitStack() as stack:
+        length = _length(ask.request)
+        if length < 0 or LARGE_BYTES < length <= bytes_max:
+            await stack.enter_async_context(ask.bodies.turn(ask.caller))
+        parts = [part async for part in pieces(ask.request, bytes_max, "body_bytes_max")]
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _length(request: Request) -> int:
+    """What it says of its body; -1: nothing."""
+    said = request.headers.get("content-length", "")
+    if said.isdigit():
+        return int(said)
+    return -1 if "transfer-encoding" in request.headers else 0
 
 
 async def pieces(request: Request, bytes_max: int, limit: str) -> AsyncIterator[bytes]:
     """Of a body, within its limits of size and time."""
-    said = request.headers.get("content-length", "0")
-    if said.isdigit() and int(said) > bytes_max:
+    if _length(request) > bytes_max:
         raise _too_large(bytes_max, limit)
     size, end_s, more = 0, asyncio.get_running_loop().time() + BODY_S, True
     while more:
@@ -340,14 +374,12 @@ class Uploads:
     """Bodies that go through a file."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Semaphore(UPLOADS_MAX)
-        self._turn_by_space: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._turns = Turns(UPLOADS_MAX, UPLOADS_OF_RUN_MAX)
 
     async def spooled(self, ask: Ask, bytes_max: int, use: Callable[[BinaryIO], Awaitable[Any]]) -> Any:
-        """What `use` makes of the body, as a file at its beginning."""
-        own = self._turn_by_space.get(ask.caller.space) or asyncio.Semaphore(UPLOADS_OF_RUN_MAX)
-        self._turn_by_space[ask.caller.space] = own
-        async with own, self._turn:
+        """What `use` makes of the body, as a file at its beginning. Raises Unauthorized if its run was revoked before
+        all of it was there."""
+        async with self._turns.turn(ask.caller):
             with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
                 file = cast(BinaryIO, spool)
                 async for part in pieces(ask.request, bytes_max, "file_bytes_max"):
@@ -356,17 +388,51 @@ class Uploads:
                     else:
                         file.write(part)
                 file.seek(0)
+                ask.caller.require_standing()
                 return await use(file)
 
 
-def file_answer(file: BinaryIO, size: int) -> Response:
-    """All of a file, which is closed then."""
+# ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def content() -> AsyncIterator[bytes]:
-        try:
+
+class Answers:
+    """Answers that may be large. They go through a file, and a turn lasts until its answer is taken: one that nobody
+    reads takes neither memory nor the turn of another run."""
+
+    def __init__(self) -> None:
+        self._turns = Turns(ANSWERS_MAX, ANSWERS_OF_RUN_MAX)
+
+    async def spooled(
+        self, ask: Ask, write: Callable[[BinaryIO], Awaitable[None]], media_type: str = OCTETS, status: int = 200
+    ) -> Response:
+        """What `write` has written into the file that it is given."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._turns.turn(ask.caller))
+            if await ask.request.is_disconnected():
+                raise ClientDisconnect  # while it waited: nothing is read for nobody
+            spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - until the answer is sent
+            file = cast(BinaryIO, stack.enter_context(spool))
+            await write(file)
+            size = file.seek(0, 2)
+            file.seek(0)
+            if size <= LARGE_BYTES:
+                return Response(file.read(), status, media_type=media_type)
+            return FileAnswer(file, size, stack.pop_all(), media_type, status)
+
+
+class FileAnswer(StreamingResponse):
+    """All of a file. What it stands on, such as a turn, is let go when it was sent or its client has gone."""
+
+    def __init__(
+        self, file: BinaryIO, size: int, held: AsyncExitStack, media_type: str = OCTETS, status: int = 200
+    ) -> None:
+        async def content() -> AsyncIterator[bytes]:
             while part := await asyncio.to_thread(file.read, PIECE_BYTES):
                 yield part
-        finally:
-            file.close()
 
-    return StreamingResponse(content(), media_type="application/octet-stream", headers={"content-length": str(size)})
+        super().__init__(content(), status, {"content-length": str(size)}, media_type)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)

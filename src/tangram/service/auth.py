@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from tangram.errors import AdmissionRefused, InvalidAction
+from tangram.service.fault import Unauthorized
 from tangram.service.journal import Run
 from tangram.service.wire import RUN, Caps, RunReply, RunRequest
 
@@ -49,6 +50,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     made_at: float
 
 
+class Standing:
+    """Of one run, from the making of its name to its revocation. Another run of that name has another one."""
+
+    __slots__ = ("ended",)
+
+    def __init__(self) -> None:
+        self.ended = False
+        """It was revoked: nothing more is done in its name."""
+
+
 class Caller(msgspec.Struct, frozen=True):
     """Whom a request comes from."""
 
@@ -58,6 +69,13 @@ class Caller(msgspec.Struct, frozen=True):
     """In whose name all is done; empty: it says so itself."""
     admin: bool
     caps: Caps
+    standing: Standing
+
+    def require_standing(self) -> None:
+        """Asked after whatever was waited for, and before anything is entered for a run: a request may be under way
+        when its run is revoked, and must not act for the next one of that name. Raises Unauthorized."""
+        if self.standing.ended:
+            raise Unauthorized
 
 
 class Facts(Protocol):
@@ -76,6 +94,7 @@ class Runs:
         self._facts = facts
         self._hash_by_run: dict[str, bytes] = {}
         self._record_by_run: dict[str, Record] = {}
+        self._standing_by_run: dict[str, Standing] = {}
         self._caller_by_hash: dict[bytes, Caller] = {}
         self._admin_hash = hash_of(admin_token) if admin_token else b""
         self._turn = asyncio.Lock()
@@ -89,7 +108,8 @@ class Runs:
         self._caller_by_hash.pop(self._hash_by_run.get(name, b""), None)
         self._hash_by_run[name] = token_hash
         self._record_by_run[name] = record
-        self._caller_by_hash[token_hash] = Caller(name, name, False, record.caps)
+        standing = self._standing_by_run.setdefault(name, Standing())
+        self._caller_by_hash[token_hash] = Caller(name, name, False, record.caps, standing)
 
     @property
     def is_open(self) -> bool:
@@ -106,6 +126,10 @@ class Runs:
         if self._admin_hash and hmac.compare_digest(found, self._admin_hash):
             return ANYBODY
         return self._caller_by_hash.get(found)
+
+    def acting(self, name: str) -> Caller:
+        """The admin, in the name of a run: what it names is the run's."""
+        return Caller(name, name, True, self.record(name).caps, self._standing_by_run[name])
 
     async def make(self, name: str, asked: RunRequest) -> RunReply:
         if not RUN.fullmatch(name) or name in RESERVED:
@@ -145,12 +169,13 @@ class Runs:
 
     @asynccontextmanager
     async def revoking(self, name: str) -> AsyncIterator[None]:
-        """Its token is no longer taken from now on, and nobody gets one under that name before the context is left, in
-        which all that it has is taken away."""
+        """Its token is no longer taken from now on, what is under way in its name enters nothing more, and nobody gets
+        a token under that name before the context is left, in which all that it has is taken away."""
         async with self._turn:
             self.record(name)
             self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
             del self._record_by_run[name]
+            self._standing_by_run.pop(name).ended = True
             self._ending.add(name)
             await self._facts.run_removed(name)
         try:
@@ -172,7 +197,7 @@ class Runs:
         return RunReply(name=name, weight=record.weight, caps=record.caps, made_at=record.made_at)
 
 
-ANYBODY = Caller(ADMIN, "", True, Caps())
+ANYBODY = Caller(ADMIN, "", True, Caps(), Standing())
 
 
 def hash_of(token: str) -> bytes:

@@ -19,8 +19,9 @@ import msgspec
 from tangram.config import RunLimits
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
-from tangram.core.messages import Pool, PoolChanged, RunChanged
+from tangram.core.messages import Concluded, Pool, PoolChanged, RunChanged
 from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
+from tangram.managers.functions import BoxedFunctionManager
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
@@ -32,6 +33,8 @@ from tangram.service.journal import Journal, JournalFailed, Phase
 from tangram.service.lives import Live, Lives
 from tangram.service.orchestrator import Orchestrator, Settled
 from tangram.service.remembering import decode_settled, encode
+from tangram.service.rooms import Rooms
+from tangram.service.spaces import space_of
 from tangram.service.tail import EndedTails, Tail
 from tangram.service.translate import (
     ERRAND,
@@ -41,15 +44,16 @@ from tangram.service.translate import (
     endpoint_pool,
     function_pool,
     running_pool,
-    space_of,
     translated,
 )
-from tangram.service.wire import AnyWork, Chunk, Ended, Reply, SandboxReply, Submission
+from tangram.service.wire import AnyWork, Caps, Chunk, Ended, Reply, SandboxReply, Submission
 
 SWEEP_S = 5.0
 """How often what was left behind is looked for."""
 FUNCTIONS_MAX = 200
 """Functions and endpoints of one run that have a pool: those that were called last."""
+RESULT_BYTES_MAX = 192 << 10
+"""Of a result that is handed out at once: as JSON it is a third longer."""
 GONE_MAX = 10_000
 """Sandboxes of which it is remembered why they are gone."""
 
@@ -63,14 +67,16 @@ class Desk:
         journal: Journal,
         quotas: QuotaManager,
         images: OwnedImages,
+        functions: BoxedFunctionManager,
         *,
         rules: Rules,
         limits: RunLimits,
         node: str,
         warm: bool,
         now: Callable[[], float],
+        held: Callable[[str], int],
     ) -> None:
-        """`warm`: after a sandbox was opened, another one like it is made ahead."""
+        """`warm`: after a sandbox was opened, another one like it is made ahead. `held`: units of a pool."""
         self.orchestrator = orchestrator
         self.journal = journal
         self.limits = limits
@@ -82,7 +88,9 @@ class Desk:
         self.rules = rules
         self._node = node
         self._now = now
-        self._lives = Lives(now)
+        self._functions = functions
+        self._lives = Lives(now, lambda space: self.rooms.changed(space))
+        self.rooms = Rooms(self._lives, functions, orchestrator.tell, held, limits.sandboxes_max)
         self._tails = EndedTails(now)
         self._functions_by_space: dict[str, dict[str, None]] = {}
         """Their pools, the one that was called last at the end."""
@@ -97,37 +105,43 @@ class Desk:
     # ---- actions ----
 
     async def submit(self, caller: Caller, asked: Submission) -> Live | Settled:
-        """Returns when it is in the journal. Raises InvalidInput and AdmissionRefused for what is not taken in, of
-        which nothing is kept."""
+        """Returns when it is in the journal. Raises InvalidInput, AdmissionRefused and Unauthorized for what is not
+        taken in, of which nothing is kept."""
+        if self.journal.kept_bytes[caller.space] >= self.limits.results_bytes_max:
+            await self.journal.written()  # some may have been acknowledged just now
+        caller.require_standing()
         action, work = translated(asked, caller, self.names(caller), self.rules)
         live, is_mine = self._lives.actions.get(action.id), False
+        records = encode(action), encode(work)
+        size = sum(map(len, records))
         if live is None:
             try:
-                self._require_room(caller, action, work)
+                self._require_room(caller, action, work, size)
             except (AdmissionRefused, ManagerError):
                 known_result = await self.journal.result(action.id)
                 if known_result is None:
                     raise
                 return decode_settled(known_result)  # it was taken in before, and asks for no room now
-            live, is_mine = self._enter(action, work, follow=asked.follow), True
+            live, is_mine = self._enter(action, work, size, follow=asked.follow), True
         try:
-            known = await self.journal.submitted(action.id, action.run, encode(action), encode(work))
+            known = await self.journal.submitted(action.id, action.run, *records)
         except BaseException as error:
             if is_mine:
-                self._leave(live)
+                self._give_up(live)
             if isinstance(error, JournalFailed):
                 self.orchestrator.fail(error)
             raise
         if known is not None and known.phase is Phase.SETTLED:
             if is_mine:
-                self._leave(live)
+                self._give_up(live)
             assert known.result is not None
             return decode_settled(known.result)
         if is_mine:
             await self._begin(live)
         return live
 
-    def _require_room(self, caller: Caller, action: Action, work: AnyWork) -> None:
+    def _require_room(self, caller: Caller, action: Action, work: AnyWork, size: int) -> None:
+        """For an action of so many bytes."""
         if self.draining:
             raise Draining
         if (
@@ -140,44 +154,65 @@ class Desk:
         if self._lives.actions_by_space[caller.space] >= most:
             said = f"this run has {most} actions under way, which is the most; wait until some have settled"
             raise AdmissionRefused("waiting_max", said)
-        most = caller.caps.sandboxes_max or self.limits.sandboxes_max
-        if isinstance(work, Open) and self._lives.boxes_by_space[caller.space] >= most:
-            raise AdmissionRefused("sandboxes_max", f"this run has {most} sandboxes, which is the most; close one")
+        self._require_bytes(caller.space, size)
+        if isinstance(work, Open):
+            self.rooms.require_box(caller.space)
+        if isinstance(work, Call):
+            self.rooms.require_call(caller.space)
         if isinstance(work, Commit):
             self._images.require_room(caller.space, self.limits.images_max, work.image)
 
-    def _enter(self, action: Action, work: AnyWork, *, follow: bool) -> Live:
-        return self._lives.enter(action, work, Tail(self.limits.output_bytes_max) if follow else None)
+    def _require_bytes(self, space: str, size: int) -> None:
+        most, waiting = self.limits.waiting_bytes_max, self._lives.bytes_by_space[space]
+        if waiting + size > most:
+            said = (
+                f"this action has {size} bytes, actions of this run under way have {waiting}, and {most} is the most;"
+                " wait until some have settled, or write large input to a file of the sandbox"
+            )
+            raise AdmissionRefused("waiting_bytes_max", said)
+        most, kept = self.limits.results_bytes_max, self.journal.kept_bytes[space]
+        if kept >= most:
+            said = (
+                f"results of this run that were not acknowledged have {kept} bytes, and {most} is the most; fetch them"
+                " and acknowledge them (POST /v1/acknowledge)"
+            )
+            raise AdmissionRefused("results_bytes_max", said)
+
+    def _enter(self, action: Action, work: AnyWork, size: int, *, follow: bool) -> Live:
+        return self._lives.enter(action, work, size, Tail(self.limits.output_bytes_max) if follow else None)
 
     def _leave(self, live: Live) -> None:
         """Nothing is known of it any more but what the journal has."""
         if self._lives.leave(live) and live.tail is not None:
             self._tails.keep(live.action.id, live.tail)
 
+    def _give_up(self, live: Live) -> None:
+        """It is none: nothing is begun, and whoever waits for its end, as the end of its run does, hears of that."""
+        self._leave(live)
+        live.settled.set_exception(NotFound("action", live.action.id))
+        live.settled.exception()
+
     async def _begin(self, live: Live) -> None:
         """Hand it to the orchestrator. What that refuses settles: it was acknowledged to the journal already."""
         action = live.action
         if isinstance(live.work, Exec | Commit) and action.sandbox not in self._lives.boxes:
             gone = self.gone.get(action.sandbox, "it did not survive a restart of the service")
-            outcome = Outcome(action=action.id, status=Status.LOST, reason=f"its sandbox is gone: {gone}")
-            await self._conclude(live, Settled(outcome=outcome))
+            settled = await self.conclude(action, Status.LOST, f"its sandbox is gone: {gone}")
+            self._tell(live, settled)
             return
         try:
             self._announce(space_of(action.id), live.work)
             asked = capped(action) if action.run in self._capped else action
             ticket = live.ticket = self.orchestrator.submit(asked, live.work, live.tail)
         except (AdmissionRefused, InvalidInput) as error:
-            await self._conclude(live, _refused(action.id, error))
+            refused = _refused(action.id, error)
+            await self.journal.settled(action.id, encode(refused))
+            self._tell(live, refused)
             return
         if live.cancelled:
-            self.orchestrator.cancel(action.id)
+            self.orchestrator.cancel(action.id, live.why_cancelled)
         ticket.started.add_done_callback(lambda _: _set(live.started))
         ticket.settled.add_done_callback(lambda done: self._on_settled(live, done))
-
-    async def _conclude(self, live: Live, settled: Settled) -> None:
-        """One that the orchestrator never has."""
-        await self.journal.settled(live.action.id, encode(settled))
-        self._tell(live, settled)
 
     def _on_settled(self, live: Live, done: asyncio.Future[Settled]) -> None:
         error = done.exception()
@@ -200,9 +235,6 @@ class Desk:
     def _tell(self, live: Live, settled: Settled) -> None:
         if self._warm and isinstance(live.work, Open) and settled.outcome.status is Status.SUCCEEDED:
             self._prepare(live.work)
-        if live.revoked and settled.outcome.status is Status.CANCELLED:
-            outcome = msgspec.structs.replace(settled.outcome, reason=f"its run {live.action.run} was revoked")
-            settled = msgspec.structs.replace(settled, outcome=outcome)
         if not live.settled.done():
             live.settled.set_result(settled)
         _set(live.started)
@@ -211,6 +243,7 @@ class Desk:
     def _announce(self, space: str, work: AnyWork) -> None:
         """The scheduler knows a pool before an action asks for it."""
         if isinstance(work, Call):
+            self.rooms.announce(space)
             pool = Pool(kind=function_pool(space, work), total=work.function.max_instances, private=True)
         elif isinstance(work, Post):
             pool = Pool(kind=endpoint_pool(space, work), total=work.endpoint.max_concurrency, private=True)
@@ -240,10 +273,17 @@ class Desk:
         live = self._lives.actions.get(inner)
         if live is not None:
             return await self.wait(caller, live, id, wait_s=wait_s, until_started=until_started)
-        result = await self.journal.result(inner)
+        size = await self.journal.result_bytes(inner)
+        if size is not None and size > RESULT_BYTES_MAX:
+            return Reply(id=id, state="settled")
+        return await self.whole(caller, id)
+
+    async def whole(self, caller: Caller, id: str) -> Reply:
+        """Of an action that has settled, however large its result is."""
+        result = await self.journal.result(self.names(caller).inner("id", id))
         if result is None:
             raise NotFound("action", id)
-        return self.reply(caller, id, decode_settled(result))
+        return self._reply(caller, id, decode_settled(result))
 
     async def wait(self, caller: Caller, live: Live, id: str, *, wait_s: float, until_started: bool = False) -> Reply:
         live.seen_s = self._now()
@@ -262,6 +302,12 @@ class Desk:
         return Reply(id=id, state=live.state)
 
     def reply(self, caller: Caller, id: str, settled: Settled) -> Reply:
+        """With the result, unless that is so large that it is to be asked for in turn: by `whole`."""
+        executed = settled.executed
+        size = len(settled.answer) + (0 if executed is None else len(executed.stdout) + len(executed.stderr))
+        return Reply(id=id, state="settled") if size > RESULT_BYTES_MAX else self._reply(caller, id, settled)
+
+    def _reply(self, caller: Caller, id: str, settled: Settled) -> Reply:
         """As its caller knows things: without the name of its space before them."""
         outer = self.names(caller).outer
         outcome = msgspec.structs.replace(settled.outcome, action=id, reason=outer(settled.outcome.reason))
@@ -277,10 +323,14 @@ class Desk:
         inner = self.names(caller).inner("id", id)
         live = self._lives.actions.get(inner)
         if live is not None:
-            live.cancelled = True
-            self.orchestrator.cancel(inner)
+            self._cancel(live)
         elif await self.journal.result(inner) is None:
             raise NotFound("action", id)
+
+    def _cancel(self, live: Live, why: str = "") -> None:
+        if not live.cancelled:
+            live.cancelled, live.why_cancelled = True, why
+            self.orchestrator.cancel(live.action.id, why)
 
     def acknowledge(self, caller: Caller, ids: Iterable[str]) -> None:
         names = self.names(caller)
@@ -320,8 +370,13 @@ class Desk:
     # ---- sandboxes ----
 
     def sandboxes(self, caller: Caller) -> list[SandboxReply]:
+        """Those that are open, and the instances of functions."""
         names = [name for name, box in self._lives.boxes.items() if caller.admin or box.space == caller.space]
-        return [self.sandbox_reply(caller, name) for name in names]
+        instances = [each for each in self._functions.seen() if caller.admin or each.owner == caller.space]
+        return [self.sandbox_reply(caller, name) for name in names] + [
+            SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
+            for each in instances
+        ]
 
     def sandbox_reply(self, caller: Caller, inner: str) -> SandboxReply:
         box = self._lives.boxes[inner]
@@ -339,7 +394,10 @@ class Desk:
         return inner
 
     async def discard(self, caller: Caller, name: str) -> None:
-        """End a sandbox at once, with all that runs in it."""
+        """End a sandbox at once, with all that runs in it. It may be an instance of a function."""
+        is_box = self.names(caller).inner("sandbox", name) in self._lives.boxes
+        if not is_box and await self._functions.end(caller.space, name):
+            return
         await self._discard(self.sandbox(caller, name))
 
     async def _discard(self, inner: str) -> None:
@@ -354,32 +412,35 @@ class Desk:
     def weigh(self, run: str, weight: float) -> None:
         self.orchestrator.tell(RunChanged(run=run, weight=weight))
 
-    def cap(self, run: str, running_max: int | None) -> None:
-        """How many actions of a run may run at once, of those that come from now on; None: as many as there is room
-        for."""
-        if running_max is None:
+    def cap(self, run: str, caps: Caps) -> None:
+        """How many sandboxes a run may have, and how many of its actions may run at once, of those that come from now
+        on; None: as many as there is room for."""
+        self.rooms.cap(run, caps.sandboxes_max)
+        if caps.running_max is None:
             self._capped.discard(run)
             return
         self._capped.add(run)
-        self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=running_max, private=True)))
+        self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=caps.running_max, private=True)))
 
     async def end_run(self, space: str) -> None:
-        """Its actions are cancelled and its sandboxes closed; then its results go."""
+        """Its actions are cancelled, its sandboxes closed and the instances of its functions ended; then its results
+        go."""
         lives = self._lives.of_space(space)
         for live in lives:
-            live.cancelled = live.revoked = True
-            self.orchestrator.cancel(live.action.id)
+            self._cancel(live, f"its run {live.action.run} was revoked")
             self._quotas.let_go(live.action.id)
         if lives:
             await asyncio.wait({live.settled for live in lives})
         for name in [name for name, box in self._lives.boxes.items() if box.space == space]:
             await self._discard(name)
+        await self._functions.end(space)
+        self.rooms.forget(space)
         for kind in self._functions_by_space.pop(space, ()):
             self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0, private=True)))
         self._tails.forget(lambda id: space_of(id) == space)
         self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
         await self._images.forget_all(space)
-        await self.journal.compact(runs_finished=(space,))
+        await self.journal.forget((space,))
 
     # ---- what was left behind ----
 
@@ -388,7 +449,7 @@ class Desk:
         for live in list(self._lives.actions.values()):
             if isinstance(live.work, Hold) and now - live.seen_s > self.limits.hold_idle_s:
                 log.warning("hold expired action=%s: its holder was silent", live.action.id)
-                self.orchestrator.cancel(live.action.id)
+                self._cancel(live, f"its holder said nothing for {self.limits.hold_idle_s:g} s (hold_idle_s)")
                 self._quotas.let_go(live.action.id)
         self._tails.sweep()
         for name, box in list(self._lives.boxes.items()):
@@ -414,14 +475,17 @@ class Desk:
         self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
         self._lives.enter_box(sandbox, run, spec)
 
-    async def resume(self, action: Action, work: AnyWork) -> None:
-        """An action of the journal, queued again."""
-        await self._begin(self._enter(action, work, follow=False))
+    async def resume(self, action: Action, work: AnyWork, size: int) -> None:
+        """An action of the journal, where it has so many bytes, queued again."""
+        await self._begin(self._enter(action, work, size, follow=False))
 
-    async def conclude(self, action: str, status: Status, reason: str) -> None:
-        """An action of the journal that has ended with the service before this one."""
-        outcome = Outcome(action=action, status=status, reason=reason)
-        await self.journal.settled(action, encode(Settled(outcome=outcome)))
+    async def conclude(self, action: Action, status: Status, reason: str) -> Settled:
+        """An action that the orchestrator never has: it ended with the service before this one, or its sandbox did.
+        Whoever observes ends is told of this one too."""
+        settled = Settled(outcome=Outcome(action=action.id, status=status, reason=reason))
+        await self.journal.settled(action.id, encode(settled))
+        self.orchestrator.tell(Concluded(action=action, outcome=settled.outcome))
+        return settled
 
 
 def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:

@@ -30,6 +30,13 @@ class Draining(ManagerError):
         super().__init__("the service is being stopped and takes nothing more; try again when it is back")
 
 
+class Unauthorized(ManagerError):
+    """Nobody has that token, or not any more."""
+
+    def __init__(self) -> None:
+        super().__init__("expected a valid token: 'Authorization: Bearer TOKEN'", retry=False)
+
+
 VALUE_CHARACTERS_MAX = 500
 """Of a value that was wrong, and of its name: both may be as large as a request."""
 

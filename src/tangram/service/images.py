@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.base import Images
-from tangram.service.fault import NotFound
+from tangram.service.auth import Caller
+from tangram.service.fault import NotFound, Unauthorized
 from tangram.service.journal import Journal, Note
 from tangram.service.translate import Names
 
@@ -37,12 +38,18 @@ class OwnedImages:
         if name not in self.by_name and sum(each.startswith(start) for each in self.by_name) >= most:
             raise AdmissionRefused("images_max", f"this run has {most} images, which is the most; forget one")
 
-    async def alias(self, names: Names, image: str) -> str:
-        """The name under which its run knows an image of the store."""
+    async def alias(self, caller: Caller, image: str) -> str:
+        """The name under which its run knows an image that was added to the store. Raises Unauthorized if the run was
+        revoked while it was added: then nobody has it."""
         name = f"image-{hashlib.sha256(image.encode()).hexdigest()[:16]}"
-        inner = names.own_image(name)
+        try:
+            caller.require_standing()
+        except Unauthorized:
+            await self._drop(image)
+            raise
+        inner = Names(caller.space, self.by_name).own_image(name)
+        self.by_name[inner] = image  # at once: whoever ends the run finds it, and forgets it after it was noted
         await self._journal.note(NOTE + inner, image.encode())
-        self.by_name[inner] = image
         return name
 
     async def forget(self, names: Names, name: str) -> None:
@@ -55,6 +62,10 @@ class OwnedImages:
     async def _forget(self, inner: str, image: str) -> None:
         await self._journal.note(NOTE + inner, FORGOTTEN)
         self.by_name.pop(inner, None)
+        await self._drop(image)
+
+    async def _drop(self, image: str) -> None:
+        """From the store, if nobody has it any more."""
         if image not in self.by_name.values():
             await self._images.forget_image(image)
 

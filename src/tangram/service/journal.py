@@ -50,6 +50,7 @@ from tangram.service.journal_store import (
     digest_of,
 )
 from tangram.service.orchestrator import undisturbed
+from tangram.service.spaces import space_of
 
 __all__ = [
     "Journal",
@@ -152,6 +153,8 @@ class Journal:
         self._store: Store
         self._up: _UpTime
         self._live: dict[str, Entry] = {}
+        self.kept_bytes: collections.Counter[str] = collections.Counter()
+        """Of results that nobody has fetched, by the space of their ids."""
         self._next_seq = 1
         self._batches: collections.deque[_Waited] = collections.deque()
         """The last one still takes operations; the first is next."""
@@ -175,7 +178,8 @@ class Journal:
         except BaseException:
             await undisturbed(self._close())
             raise
-        self.recovered = self._store.recovered
+        self.recovered, self._store.recovered = self._store.recovered, Recovered()
+        self.kept_bytes = self._store.kept_bytes
         self._live = {entry.id: entry for entry in self._store.live}
         self._next_seq = self._store.next_seq
         self._up = _UpTime(self._clock, self._store.up_s)
@@ -262,6 +266,7 @@ class Journal:
         entry = self._entry(id)
         batch = self._batch(size)
         del self._live[id]
+        self.kept_bytes[space_of(id)] += size
         batch.settled.append((entry, self._up.read(), settled))
         await batch.committed()
         _require_added(entry)
@@ -273,10 +278,19 @@ class Journal:
             raise InvariantError(f"action {id} has not settled, and so nobody can have its result")
         self._batch().fetched.append(id)
 
+    async def written(self) -> None:
+        """Until all that was asked for before is."""
+        await self._batch().committed()
+
     async def result(self, id: str) -> bytes | None:
         """Of an action that has settled. None: it has not, was never there, or the result was not kept any longer."""
         result: bytes | None = await self._ask(Store.result, id)
         return result
+
+    async def result_bytes(self, id: str) -> int | None:
+        """How large it is."""
+        size: int | None = await self._ask(Store.result_bytes, id)
+        return size
 
     def _entry(self, id: str) -> Entry:
         self._require_usable()
@@ -315,24 +329,30 @@ class Journal:
 
     # ---- compaction ----
 
-    async def compact(self, runs_finished: Collection[str] = ()) -> int:
-        """Delete results that were fetched, are older than `keep_s` or belong to a run that has finished, and let the
-        file shrink. Goes in small steps, between which operations are committed. Call it every few minutes. Returns
-        how many results it deleted; live actions are never touched."""
+    async def compact(self) -> int:
+        """Delete results that were fetched or are older than `keep_s`, and let the file shrink. Goes in small steps,
+        between which operations are committed. Call it every few minutes. Returns how many results it deleted; live
+        actions are never touched."""
         self._require_usable()
         async with self._compacting:
-            last, deleted = 0, 0
-            while True:
-                up_s = self._up.read()
-                step = await self._step(Store.prune, last, up_s - self._keep_s, tuple(runs_finished), up_s)
-                if step is None:
-                    break
-                last, count = step
-                deleted += count
+            deleted = await self.forget(())
             while await self._step(Store.vacuum):
                 pass
             await self._ask(Store.checkpoint)
             return deleted
+
+    async def forget(self, runs: Collection[str]) -> int:
+        """Delete the results of runs that have finished as well, and do not wait for the file to shrink: that comes
+        with the next compaction, and may be under way. Returns how many it deleted."""
+        last, deleted = 0, 0
+        while True:
+            up_s = self._up.read()
+            step = await self._step(Store.prune, last, up_s - self._keep_s, tuple(runs), up_s)
+            if step is None:
+                return deleted
+            last, count, freed_bytes = step
+            deleted += count
+            self.kept_bytes.subtract(freed_bytes)
 
     async def _step(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Of a compaction, which may write more than a log should have."""
@@ -378,6 +398,7 @@ class Journal:
         for entry, _, _ in batch.submitted:
             if entry.refused and self._live.get(entry.id) is entry:
                 del self._live[entry.id]
+        self.kept_bytes.subtract(batch.freed_bytes)
         batch.release(None)
         self.observe(self._clock.now() - batch.began_s, batch.operations, self._store.wal_bytes)
         if self._store.wal_bytes > CHECKPOINT_BYTES:

@@ -16,12 +16,14 @@ import hashlib
 import os
 import sqlite3
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tangram.service.spaces import space_of
 from tangram.service.wal import Log, read_log
 
 SCHEMA_VERSION = 1
@@ -149,6 +151,8 @@ class Batch:
         self.started: dict[Entry, int] = {}
         self.settled: list[tuple[Entry, float, bytes]] = []
         self.fetched: list[str] = []
+        self.freed_bytes: Counter[str] = Counter()
+        """Of the results that were fetched by this, by the space of their ids."""
         self.facts: dict[tuple[str, str], Fact | None] = {}
         """None: there is no such thing any more."""
         self.asked: list[str] = []
@@ -182,6 +186,8 @@ class Store:
         self.up_s = 0.0
         self.commits = 0
         self.next_seq = 1
+        self.kept_bytes: Counter[str] = Counter()
+        """Of results that nobody had fetched at opening, by the space of their ids."""
         self.wal_bytes = 0
         log = _inspected(path, self._wal)
         # Look first, through a connection that cannot write: SQLite would copy the log into a damaged database as well.
@@ -220,11 +226,13 @@ class Store:
             starts = [(e.seq, n, _seal(e.seq, n)) for e, n in batch.started.items() if not e.refused]
             self._many("INSERT OR REPLACE INTO starts", starts)
             self._settle([row for row in batch.settled if not row[0].refused])
-            self._many(
-                "UPDATE results SET fetched = seq WHERE seq IN (SELECT seq FROM actions WHERE id IN (",
+            fetched = self._select(
+                "UPDATE results SET fetched = seq WHERE fetched IS NULL AND seq IN (SELECT seq FROM actions WHERE id IN"
+                " (",
                 [(id,) for id in batch.fetched],
-                "))",
+                ")) RETURNING (SELECT id FROM actions WHERE actions.seq = results.seq), length(result)",
             )
+            batch.freed_bytes = _by_space(fetched)
             self._set_facts(batch.facts)
             batch.known = self._known(batch.asked + refused)
 
@@ -293,15 +301,24 @@ class Store:
         known = self._known([id]).get(id)
         return None if known is None else known.result
 
+    def result_bytes(self, id: str) -> int | None:
+        found = self._db.execute(
+            "SELECT length(result) FROM results JOIN actions USING (seq) WHERE id = ?", (id,)
+        ).fetchone()
+        return None if found is None else int(found[0])
+
     def _known(self, ids: list[str]) -> dict[str, Known]:
         rows = self._select(f"{_ACTIONS} WHERE a.id IN (", [(id,) for id in ids], ")") if ids else []
         return {known.id: known for known in (_checked(row) for row in rows)}
 
     # ---- compaction ----
 
-    def prune(self, after: int, settled_before_s: float, runs: Sequence[str], up_s: float) -> tuple[int, int] | None:
+    def prune(
+        self, after: int, settled_before_s: float, runs: Sequence[str], up_s: float
+    ) -> tuple[int, int, Counter[str]] | None:
         """One step: delete from the next results those that were fetched, are old, or belong to these runs. Returns
-        up to where it looked and how many it deleted; None if there was nothing left to look at."""
+        up to where it looked, how many it deleted, and the bytes of those that nobody had fetched, by the space of
+        their ids; None if there was nothing left to look at."""
         last, *_ = self._db.execute(
             "SELECT max(seq) FROM (SELECT seq, sum(size) OVER (ORDER BY seq) - size AS before FROM"
             " (SELECT seq, length(result) AS size FROM results WHERE seq > ? ORDER BY seq LIMIT ?)) WHERE before < ?",
@@ -309,17 +326,18 @@ class Store:
         ).fetchone()
         if last is None:
             return None
+        is_meant = (
+            "FROM results JOIN actions USING (seq) WHERE seq > ? AND seq <= ? AND"
+            f" (fetched IS NOT NULL OR settled_s <= ? OR run IN ({','.join('?' * len(runs))}))"
+        )
+        which = (after, last, settled_before_s, *runs)
         with self._transaction(up_s):
-            deleted = self._db.execute(
-                "DELETE FROM actions WHERE seq IN (SELECT seq FROM results JOIN actions USING (seq)"
-                " WHERE seq > ? AND seq <= ? AND"
-                f" (fetched IS NOT NULL OR settled_s <= ? OR run IN ({','.join('?' * len(runs))})))",
-                (after, last, settled_before_s, *runs),
-            ).rowcount
+            unfetched = self._db.execute(f"SELECT id, length(result) {is_meant} AND fetched IS NULL", which).fetchall()
+            deleted = self._db.execute(f"DELETE FROM actions WHERE seq IN (SELECT seq {is_meant})", which).rowcount
             self._db.execute(
                 "DELETE FROM results WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT seq FROM actions)", (after, last)
             )
-        return last, deleted
+        return last, deleted, _by_space(unfetched)
 
     def vacuum(self) -> bool:
         """One step: give free pages back. Returns whether there are more."""
@@ -364,6 +382,8 @@ class Store:
                 self.live.append(Entry(seq, known.id, known.run, known.digest))
                 running += known.phase is Phase.RUNNING
             elif known.result is not None:
+                if not known.fetched:
+                    self.kept_bytes[space_of(known.id)] += len(known.result)
                 room_bytes -= len(known.result)
                 if room_bytes < 0:
                     known = msgspec.structs.replace(known, result=None)
@@ -422,6 +442,14 @@ def _checked(row: tuple[Any, ...]) -> Known:
     if _seal(seq, attempt) != start_seal:
         raise Damage(f"the start of action {id} is not as it was written")
     return Known(id=id, run=run, phase=Phase.RUNNING, attempt=attempt, action=action, work=work, digest=digest)
+
+
+def _by_space(rows: Iterable[tuple[str, int]]) -> Counter[str]:
+    """The sum of sizes, given by id."""
+    found: Counter[str] = Counter()
+    for id, size in rows:
+        found[space_of(id)] += size
+    return found
 
 
 def _statements(head: str, rows: Sequence[tuple[object, ...]], tail: str) -> Iterable[tuple[str, list[object]]]:

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from tangram.core.action import Action, Status
+from tangram.managers.functions.work import Call
 from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.service.orchestrator import Settled, Ticket
+from tangram.service.spaces import space_of
 from tangram.service.tail import Tail
-from tangram.service.translate import space_of
 from tangram.service.wire import AnyWork
 
 
@@ -24,27 +25,30 @@ class Live:
         "action",
         "cancelled",
         "makes_box",
-        "revoked",
         "seen_s",
         "settled",
         "started",
         "tail",
         "ticket",
+        "why_cancelled",
         "work",
+        "work_bytes",
     )
 
-    def __init__(self, action: Action, work: AnyWork, tail: Tail | None, now: float) -> None:
+    def __init__(self, action: Action, work: AnyWork, work_bytes: int, tail: Tail | None, now: float) -> None:
         loop = asyncio.get_running_loop()
         self.action = action
         self.work = work
+        self.work_bytes = work_bytes
+        """Of both, as the journal keeps them."""
         self.tail = tail
         self.ticket: Ticket | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.settled: asyncio.Future[Settled] = loop.create_future()
         self.cancelled = False
         """Somebody asked for that, perhaps before the orchestrator had it."""
-        self.revoked = False
-        """Its run was revoked while it was under way."""
+        self.why_cancelled = ""
+        """If not because its caller wants it."""
         self.makes_box = False
         """It opens a sandbox: if it does not succeed, there is none."""
         self.seen_s = now
@@ -73,18 +77,27 @@ class Box:
 
 
 class Lives:
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], on_boxes: Callable[[str], None]) -> None:
+        """`on_boxes` is told whose sandboxes have become more or fewer."""
         self._now = now
+        self._on_boxes = on_boxes
         self.actions: dict[str, Live] = {}
         """Under way, by id."""
         self.boxes: dict[str, Box] = {}
         """Open, or about to be, by name."""
         self.actions_by_space: Counter[str] = Counter()
+        self.calls_by_space: Counter[str] = Counter()
+        """Of functions, under way."""
+        self.bytes_by_space: Counter[str] = Counter()
+        """Of the work of actions under way."""
         self.boxes_by_space: Counter[str] = Counter()
 
-    def enter(self, action: Action, work: AnyWork, tail: Tail | None) -> Live:
-        live = self.actions[action.id] = Live(action, work, tail, self._now())
-        self.actions_by_space[space_of(action.id)] += 1
+    def enter(self, action: Action, work: AnyWork, work_bytes: int, tail: Tail | None) -> Live:
+        live = self.actions[action.id] = Live(action, work, work_bytes, tail, self._now())
+        space = space_of(action.id)
+        self.actions_by_space[space] += 1
+        self.calls_by_space[space] += isinstance(work, Call)
+        self.bytes_by_space[space] += work_bytes
         if isinstance(work, Open) and action.sandbox not in self.boxes:
             self.enter_box(action.sandbox, action.run, work.spec)
             live.makes_box = True
@@ -98,7 +111,10 @@ class Lives:
         action = live.action
         if self.actions.pop(action.id, None) is None:
             return False
-        self.actions_by_space[space_of(action.id)] -= 1
+        space = space_of(action.id)
+        self.actions_by_space[space] -= 1
+        self.calls_by_space[space] -= isinstance(live.work, Call)
+        self.bytes_by_space[space] -= live.work_bytes
         box = self.boxes.get(action.sandbox)
         if box is not None:
             box.active -= 1
@@ -111,11 +127,13 @@ class Lives:
         space = space_of(sandbox)
         self.boxes[sandbox] = Box(space, run, spec, self._now())
         self.boxes_by_space[space] += 1
+        self._on_boxes(space)
 
     def leave_box(self, sandbox: str) -> None:
         box = self.boxes.pop(sandbox, None)
         if box is not None:
             self.boxes_by_space[box.space] -= 1
+            self._on_boxes(box.space)
 
     def of_box(self, sandbox: str) -> list[Live]:
         return [live for live in self.actions.values() if live.action.sandbox == sandbox]

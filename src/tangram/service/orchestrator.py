@@ -89,7 +89,9 @@ class Memory(Protocol):
 
     async def starting(self, ticket: Ticket) -> None: ...
 
-    async def settled(self, ticket: Ticket, settled: Settled) -> None: ...
+    async def settled(self, ticket: Ticket, settled: Settled) -> Settled:
+        """What was written, and so is told: what there was no room for is another end."""
+        ...
 
 
 class Ticket:
@@ -242,10 +244,11 @@ class Orchestrator:
             self._send(Submit(action=action))
         return ticket
 
-    def cancel(self, action: str) -> None:
-        """A request: the action settles when nothing of it is left."""
+    def cancel(self, action: str, reason: str = "") -> None:
+        """A request: the action settles when nothing of it is left. `reason`: why, if not because its caller wants
+        it."""
         if action in self._tickets:
-            self._send(Cancel(action=action))
+            self._send(Cancel(action=action, reason=reason) if reason else Cancel(action=action))
 
     async def settle(self, ticket: Ticket) -> Settled:
         """Until it has settled. Whoever is cancelled here cancels the action, and goes when that has settled."""
@@ -393,7 +396,7 @@ class Orchestrator:
         if _ends_sandbox(ticket.work, settled):
             settled = await self._wind_up(ticket, settled)
         if self._memory is not None:
-            await self._memory.settled(ticket, settled)
+            settled = await self._memory.settled(ticket, settled)
         self._tell_caller(ticket, settled)
 
     async def _wind_up(self, ticket: Ticket, settled: Settled) -> Settled:

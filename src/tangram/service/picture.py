@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tangram.clock import Clock, WallClock
 from tangram.core.messages import (
+    Concluded,
     Effect,
     Event,
     Evicted,
@@ -40,6 +41,7 @@ from tangram.core.messages import (
 )
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS
+from tangram.managers.functions.boxed import Instance
 from tangram.service.observing import panes
 from tangram.service.observing.accounts import Accounts
 from tangram.service.observing.boxes import Boxes
@@ -78,6 +80,8 @@ class Picture:
         self.boxes = Boxes()
         self.lives = Lives(scheduler, self.accounts, self.buckets, self.boxes)
         self.rows = Rows()
+        self.instances: Callable[[], Sequence[Instance]] = tuple
+        """Of functions. Set by whoever has any."""
         self.loaded: dict[str, Loaded] = {}
         """By node, as managers told it."""
         self.events: dict[type, int] = dict.fromkeys(EVENTS, 0)
@@ -95,6 +99,7 @@ class Picture:
             Started: self.lives.started,
             StartFailed: self._attempt_over,
             Finished: self._attempt_over,
+            Concluded: self._concluded,
             Reserve: self._reserved,
             Release: self._released,
             Resident: self._resident,
@@ -153,6 +158,9 @@ class Picture:
         past = self.lives.settled(effect.outcome, self.rows.last + 1, now)
         if past is not None:
             self.rows.keep(past)
+
+    def _concluded(self, event: Concluded, now: float) -> None:
+        self.rows.keep(self.lives.concluded(event.action, event.outcome, self.rows.last + 1, now))
 
     def _stopped(self, effect: Stop, now: float) -> None:
         self.lives.stopped(effect.action, effect.reason, now)

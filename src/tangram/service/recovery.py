@@ -73,15 +73,15 @@ async def recover(desk: Desk, found: Recovered, manager: object, node: str) -> R
         elif (isinstance(work, Open) and action.sandbox in taken) or (
             isinstance(work, Close) and action.sandbox not in taken
         ):
-            await desk.conclude(action.id, Status.SUCCEEDED, "")
+            await desk.conclude(action, Status.SUCCEEDED, "")
             continue
         elif action.idempotent:
             again += 1
         else:
             lost += 1
-            await desk.conclude(action.id, Status.LOST, RESTARTED)
+            await desk.conclude(action, Status.LOST, RESTARTED)
             continue
-        await desk.resume(action, work)
+        await desk.resume(action, work, len(known.action) + len(known.work))
     return Report(
         queued=queued, again=again, lost=lost, results=results, sandboxes=len(taken), sandboxes_lost=lost_boxes,
         notes=found.report,

@@ -14,7 +14,7 @@ from tangram.managers.work import Close, Commit, Open
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal
 from tangram.service.orchestrator import Settled, Ticket
-from tangram.service.translate import SEPARATOR
+from tangram.service.spaces import SEPARATOR, space_of
 from tangram.service.wire import AnyWork
 
 encode = msgspec.msgpack.Encoder().encode
@@ -27,8 +27,10 @@ class Remembering:
     """The memory of the orchestrator: all that callers asked for, in the journal. What the service does for itself has
     no caller's space before its id, and is not missed after its end."""
 
-    def __init__(self, journal: Journal, images: OwnedImages, node: str) -> None:
+    def __init__(self, journal: Journal, images: OwnedImages, node: str, *, results_bytes_max: int) -> None:
+        """`results_bytes_max`: of one caller, that nobody has fetched."""
         self._journal = journal
+        self._results_bytes_max = results_bytes_max
         self._images = images
         self._node = node
 
@@ -36,11 +38,12 @@ class Remembering:
         if SEPARATOR in ticket.action.id:
             await self._journal.starting(ticket.action.id, ticket.attempt)
 
-    async def settled(self, ticket: Ticket, settled: Settled) -> None:
+    async def settled(self, ticket: Ticket, settled: Settled) -> Settled:
         action, work = ticket.action, ticket.work
         if SEPARATOR not in action.id:
-            return
-        done = self._journal.settled(action.id, encode(settled))
+            return settled
+        settled, content = self._with_room(settled)
+        done = self._journal.settled(action.id, content)
         if isinstance(work, Open) and settled.outcome.status is Status.SUCCEEDED:
             spec = encode(work.spec)
             await asyncio.gather(self._journal.sandbox_opened(action.sandbox, action.run, self._node, spec), done)
@@ -50,3 +53,18 @@ class Remembering:
             await asyncio.gather(self._journal.sandbox_closed(action.sandbox), done)
         else:
             await done
+        return settled
+
+    def _with_room(self, settled: Settled) -> tuple[Settled, bytes]:
+        """As it can be kept, and encoded. Of more than its caller may leave here the content goes, which is said."""
+        content, most = encode(settled), self._results_bytes_max
+        kept = self._journal.kept_bytes[space_of(settled.outcome.action)]
+        if kept < most or (settled.executed is None and not settled.answer):
+            return settled, content
+        reason = (
+            f"there was no room for its result of {len(content)} bytes: results of {kept} bytes of this run were not"
+            f" acknowledged, and {most} is the most (results_bytes_max)"
+        )
+        outcome = msgspec.structs.replace(settled.outcome, status=Status.LOST, reason=reason)
+        settled = msgspec.structs.replace(settled, outcome=outcome, executed=None, answer=b"")
+        return settled, encode(settled)

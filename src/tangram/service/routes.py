@@ -12,27 +12,32 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, BinaryIO, NamedTuple, cast
+from contextlib import AsyncExitStack
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from tangram.core.messages import NodeChanged, NodeState, PoolChanged
-from tangram.errors import InvalidAction
+from tangram.errors import AdmissionRefused, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.managers.base import Manager
 from tangram.managers.quota import Quota
 from tangram.service.api import (
+    JSON,
+    LARGE_BYTES,
     WHOLE_MAX,
+    Answers,
     Ask,
+    FileAnswer,
     Uploads,
-    file_answer,
+    encode,
     json_answer,
     nothing,
     read_json,
 )
 from tangram.service.auth import Runs
 from tangram.service.desk import Desk
-from tangram.service.fault import NotFound
+from tangram.service.fault import NotFound, fault_of
 from tangram.service.images import OwnedImages
 from tangram.service.orchestrator import Settled
 from tangram.service.sight import Sight
@@ -128,7 +133,11 @@ class Api:
         self._sight = sight
         self._about = about
         self._uploads = Uploads()
+        self._answers = Answers()
         self._reading = asyncio.Semaphore(READS_MAX)
+        self._encoding = asyncio.Lock()
+        """Large results are read and encoded one by one: each is in memory twice, and the loop waits for the
+        interpreter meanwhile."""
         self._submission = msgspec.json.Decoder(Submission)
 
     async def about(self, ask: Ask) -> Response:
@@ -138,20 +147,38 @@ class Api:
     # ---- actions ----
 
     async def submit(self, ask: Ask) -> Response:
-        wait_s = ask.wait_s()
+        reply = await self._submitted(ask, ask.wait_s())
+        return await self._answer(ask, reply, 200 if reply.state == "settled" else 202)
+
+    async def _submitted(self, ask: Ask, wait_s: float) -> Reply:
+        """Apart, so that nobody holds what was sent while its result waits for its turn."""
         asked = await read_json(ask, self._submission, self._desk.limits.body_bytes_max)
         found = await self._desk.submit(ask.caller, asked)
         if isinstance(found, Settled):
-            return json_answer(self._desk.reply(ask.caller, asked.id, found))
-        reply = await self._desk.wait(ask.caller, found, asked.id, wait_s=wait_s)
-        return json_answer(reply, 200 if reply.settled is not None else 202)
+            return self._desk.reply(ask.caller, asked.id, found)
+        return await self._desk.wait(ask.caller, found, asked.id, wait_s=wait_s)
+
+    async def _answer(self, ask: Ask, reply: Reply, status: int = 200) -> Response:
+        """One whose result is large is read again when it is its turn, and is not encoded on the loop."""
+        if reply.state != "settled" or reply.settled is not None:
+            return json_answer(reply, status)
+
+        async def write(file: BinaryIO) -> None:
+            async with self._encoding:
+                ask.caller.require_standing()
+                whole = await self._desk.whole(ask.caller, reply.id)
+                content = await asyncio.to_thread(encode, whole)
+                del whole
+                await asyncio.to_thread(file.write, content)
+
+        return await self._answers.spooled(ask, write, JSON, status)
 
     async def look(self, ask: Ask) -> Response:
         until = ask.text("until", "settled")
         if until not in ("settled", "started"):
             raise InvalidAction("until", until, "'settled' or 'started'")
         reply = await self._desk.look(ask.caller, ask.part("id"), wait_s=ask.wait_s(), until_started=until == "started")
-        return json_answer(reply)
+        return await self._answer(ask, reply)
 
     async def output(self, ask: Ask) -> Response:
         chunks = self._desk.follow(ask.caller, ask.part("id"), ask.whole("after", 0, WHOLE_MAX))
@@ -201,9 +228,17 @@ class Api:
     async def read_file(self, ask: Ask) -> Response:
         box, path = self._box(ask)
         most = ask.at_most("bytes_max", FILE_BYTES_MAX)
-        async with self._reading:
-            content = await self._manager.read(box, path, bytes_max=most)
-        return Response(content, media_type="application/octet-stream")
+
+        async def write(file: BinaryIO) -> None:
+            async with self._reading:
+                ask.caller.require_standing()
+                content = await self._manager.read(box, path, bytes_max=most)
+                if len(content) <= LARGE_BYTES:
+                    file.write(content)
+                else:
+                    await asyncio.to_thread(file.write, content)
+
+        return await self._answers.spooled(ask, write)
 
     async def write_file(self, ask: Ask) -> Response:
         box, path = self._box(ask)
@@ -225,16 +260,13 @@ class Api:
     async def read_tree(self, ask: Ask) -> Response:
         box, path = self._box(ask)
         most = ask.at_most("bytes_max", self._desk.limits.file_bytes_max)
-        file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - the answer closes it
-        try:
+
+        async def write(file: BinaryIO) -> None:
             async with self._reading:
+                ask.caller.require_standing()
                 await self._manager.pack(box, path, file, bytes_max=most)
-            size = file.seek(0, 2)
-            file.seek(0)
-        except BaseException:
-            file.close()
-            raise
-        return file_answer(file, size)
+
+        return await self._answers.spooled(ask, write)
 
     async def write_tree(self, ask: Ask) -> Response:
         box, path = self._box(ask)
@@ -250,10 +282,13 @@ class Api:
         async def add(file: BinaryIO) -> str:
             with tempfile.NamedTemporaryFile(suffix=".tar") as named:
                 await asyncio.to_thread(_copy, file, named)
-                return await self._manager.add_image(named.name)
+                try:
+                    return await self._manager.add_image(named.name)
+                except (InvalidInput, AdmissionRefused, ManagerError) as error:
+                    raise _of_upload(error, named.name) from error
 
         image = await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, add)
-        return json_answer(ImageReply(name=await self._images.alias(self._desk.names(ask.caller), image)))
+        return json_answer(ImageReply(name=await self._images.alias(ask.caller, image)))
 
     async def forget_image(self, ask: Ask) -> Response:
         await self._images.forget(self._desk.names(ask.caller), ask.part("name"))
@@ -299,7 +334,7 @@ class Api:
         made = await self._runs.make(ask.part("name"), asked)
         log.info("run made run=%s weight=%g", made.name, made.weight)
         self._desk.weigh(made.name, made.weight)
-        self._desk.cap(made.name, made.caps.running_max)
+        self._desk.cap(made.name, made.caps)
         return json_answer(made, 201)
 
     async def change_run(self, ask: Ask) -> Response:
@@ -308,7 +343,7 @@ class Api:
         changed = await self._runs.change(ask.part("name"), asked)
         log.info("run changed run=%s weight=%g", changed.name, changed.weight)
         self._desk.weigh(changed.name, changed.weight)
-        self._desk.cap(changed.name, changed.caps.running_max)
+        self._desk.cap(changed.name, changed.caps)
         return json_answer(changed)
 
     async def revoke_run(self, ask: Ask) -> Response:
@@ -360,7 +395,9 @@ class Api:
     async def trace(self, ask: Ask) -> Response:
         ask.require_admin()
         file, size = self._sight.trace()
-        return file_answer(file, size)
+        held = AsyncExitStack()
+        held.enter_context(file)
+        return FileAnswer(file, size, held)
 
     async def metrics(self, ask: Ask) -> Response:
         ask.require_admin()
@@ -372,6 +409,16 @@ class Api:
     async def is_ready(self, ask: Ask) -> Response:
         ready = not self._desk.draining
         return Response("ready\n" if ready else "draining\n", 200 if ready else 503, media_type="text/plain")
+
+
+def _of_upload(error: TangramError, path: str) -> TangramError:
+    """What a manager found wrong with what was sent: where it lies here is nobody's business, and helps nobody."""
+    fault = fault_of(error)
+    said = {
+        field: getattr(fault, field).replace(repr(path), "the upload").replace(path, "the upload")
+        for field in ("message", "value", "expected")
+    }
+    return msgspec.structs.replace(fault, **said).exception()
 
 
 def _copy(file: BinaryIO, named: Any) -> None:

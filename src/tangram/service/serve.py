@@ -2,7 +2,7 @@
 
 Owns the order in which things come up and go down. Coming up: the journal, the managers, the scheduler, what the
 journal remembers, then the door. Going down: the door takes nothing more in, what runs may end within a limit, what
-waits stays in the journal, sandboxes stay for the next start.
+waits stays in the journal, sandboxes stay for the next start or are closed, as the config says.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token, require_files
+from tangram.core.demand import MEMORY
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
@@ -41,7 +42,7 @@ from tangram.service.auth import Runs
 from tangram.service.desk import SWEEP_S, Desk, quota_pools
 from tangram.service.event_log import EventLog
 from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal, JournalFailed
+from tangram.service.journal import Journal, JournalFailed, Recovered
 from tangram.service.keys import as_keys
 from tangram.service.listening import bind, serving
 from tangram.service.metrics import Metrics
@@ -51,6 +52,7 @@ from tangram.service.recovery import Report, recover
 from tangram.service.remembering import Remembering
 from tangram.service.routes import Api
 from tangram.service.sight import Sight
+from tangram.service.spaces import space_of
 from tangram.service.translate import Rules
 from tangram.service.wire import About
 
@@ -135,8 +137,9 @@ async def running(config: Config) -> AsyncIterator[Up]:
         async with parts.orchestrator:
             # The desk is there before the first answer, and the door is open before anything can end.
             for run in parts.runs.all():
-                parts.desk.cap(run.name, run.caps.running_max)
+                parts.desk.cap(run.name, run.caps)
             report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name)
+            journal.recovered = Recovered()  # what waits is with the desk, and what has settled is on disk
             for run in parts.runs.all():
                 parts.desk.weigh(run.name, run.weight)
             parts.picture.recovered = str(report)
@@ -232,7 +235,12 @@ class _Parts:
             self.manager,
             lambda sandbox, memory_mib, run: self.orchestrator.adopt(sandbox, memory_mib, run, node),
             lambda sandbox: self.orchestrator.release(sandbox),
+            idle_s_max=config.limits.sandbox_idle_s,
+            owner_of=lambda action: space_of(action.id),
+            instances_max=lambda space: self.desk.rooms.left(space),
+            is_awaited=lambda: _is_memory_awaited(scheduler),
         )
+        self.picture.instances = functions.seen
         executors: dict[type[Work], Executor] = {Hold: held, Post: EndpointManager()}
         if self.manager.isolates and self.manager.backend != "fake":
             executors[Call] = functions
@@ -243,10 +251,15 @@ class _Parts:
         def observe(now: float, event: Event, effects: list[Effect]) -> None:
             for each in observers:
                 each(now, event, effects)
+            functions.look()
 
         images = OwnedImages(self.manager, journal, journal.recovered.notes)
         self.orchestrator = Orchestrator(
-            scheduler, {node: self.manager}, executors, observer=observe, memory=Remembering(journal, images, node)
+            scheduler,
+            {node: self.manager},
+            executors,
+            observer=observe,
+            memory=Remembering(journal, images, node, results_bytes_max=config.limits.results_bytes_max),
         )
         rules = Rules(
             quota_pools=quota_pools(held.all()),
@@ -261,11 +274,13 @@ class _Parts:
             journal,
             held,
             images,
+            functions,
             rules=rules,
             limits=config.limits,
             node=node,
             warm=config.node.warm > 0,
             now=time.monotonic,
+            held=lambda kind: scheduler.ledger.pools[kind].held,
         )
         self.runs = Runs(journal, journal.recovered.runs, admin_token(config))
         limits = config.limits
@@ -284,6 +299,11 @@ class _Parts:
         self.api = Api(self.desk, self.runs, self.manager, images, sight, lambda: about)
 
 
+def _is_memory_awaited(scheduler: Scheduler) -> bool:
+    pools = scheduler.ledger.kinds.get(MEMORY, {})
+    return any(scheduler.queue.is_short_of_memory(pool, scheduler.now) for pool in pools.values())
+
+
 def _event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:
     if not config.service.event_log:
         return None
@@ -298,15 +318,15 @@ def manager_of(config: Config, expected: Sequence[str]) -> Manager:
     if node.backend == "sandbox":
         from tangram.managers.cpu.manager import SandboxManager
 
-        owner = OWNER if config.service.sandboxes_on_stop == "keep" else ""
         return SandboxManager(
             state=state,
             cores=node.cores,
             memory_bytes=node.memory,
             node=node.name,
             warm=node.warm,
-            owner=owner,
-            expected=expected if owner else (),
+            owner=OWNER,
+            keeps=config.service.sandboxes_on_stop == "keep",
+            expected=expected,
         )
     if node.backend == "process":
         from tangram.managers.process import ProcessManager

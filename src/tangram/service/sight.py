@@ -94,7 +94,7 @@ def _run(caller: Caller) -> str | None:
     return None if caller.admin else caller.run
 
 
-OF_RUNS = ("running", "function", "endpoint")
+OF_RUNS = ("running", "function", "endpoint", "instances")
 """Pools that belong to one run begin with one of these words and its name."""
 
 

@@ -19,6 +19,7 @@ from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
 from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, Hold, Open, Work
 from tangram.service.auth import Caller
+from tangram.service.spaces import SEPARATOR
 from tangram.service.view import HIDDEN
 from tangram.service.wire import AnyWork, Submission, require_name
 
@@ -35,8 +36,6 @@ KINDS: dict[type[Work], tuple[str, ...]] = {
 """The first is what it is unless the caller says otherwise. What is learned of a kind is shared by all runs, so nobody
 makes up one."""
 
-SEPARATOR = "/"
-"""Between the space of a caller and a name that it chose."""
 ERRAND: dict[type[Work], float] = {Open: 0.2, Close: 0.1, Commit: 0.5}
 """Cores of work of ours on a sandbox."""
 
@@ -216,14 +215,14 @@ def _own_pools(asked: Submission, work: AnyWork, caller: Caller, given: dict[str
     if isinstance(work, Infer):
         return {GPU: given.get(GPU, fixed(1))}
     if isinstance(work, Call):
-        return {CPU: fixed(work.function.cpu_units), function_pool(caller.space, work): fixed(1)}
+        return {
+            CPU: fixed(work.function.cpu_units),
+            function_pool(caller.space, work): fixed(1),
+            instances_pool(caller.space): fixed(1),
+        }
     if isinstance(work, Post):
         return {endpoint_pool(caller.space, work): fixed(1)}
     return {}
-
-
-def space_of(inner: str) -> str:
-    return inner.partition(SEPARATOR)[0]
 
 
 def function_pool(space: str, work: Call) -> str:
@@ -232,6 +231,12 @@ def function_pool(space: str, work: Call) -> str:
 
 def endpoint_pool(space: str, work: Post) -> str:
     return f"endpoint/{space}/{work.endpoint.name}".replace("@", "-")
+
+
+def instances_pool(space: str) -> str:
+    """Counts the calls of functions that may each have a sandbox: what its caps leave a caller beside those that it has
+    open."""
+    return f"instances/{space}"
 
 
 def running_pool(run: str) -> str:

@@ -153,6 +153,8 @@ class SandboxView(msgspec.Struct, frozen=True, kw_only=True):
     actions: int
     """That it has had."""
     last_used_s: float
+    function: str = ""
+    """Given: it is an instance of this function, and its actions are calls."""
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):

@@ -133,6 +133,8 @@ class SandboxReply(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     node: str
     spec: SandboxSpec
+    function: str = ""
+    """Given: it is an instance of this function, which the service has opened."""
 
 
 class Sandboxes(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +172,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     """What a run may have; None: what the config says."""
 
     sandboxes_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
-    """Open at once."""
+    """Open at once, those included in which its functions are being called."""
     waiting_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None
     """Actions under way, waiting or running."""
     running_max: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] | None = None

@@ -140,15 +140,21 @@ def _pack(request: Message) -> None:
 
 
 def _unpack(request: Message) -> None:
-    """A tar from the pipe below a directory. It is the caller's own; where its names lead is the sandbox's business."""
+    """A tar from the pipe below a directory, out of which no name of it leads. Where links lead is the sandbox's
+    business."""
     os.makedirs(request["path"], exist_ok=True)
     with open(0, "rb", closefd=False) as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
-        tar.extractall(request["path"], _making_room(tar, request["path"]))
+        try:
+            tar.extractall(request["path"], _making_room(tar, request["path"]))
+        except KeyError as error:  # a hard link to what is not there
+            raise OSError(errno.ENOENT, str(error.args[0])) from None
 
 
 def _making_room(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
     """A hard link does not replace what is there, as everything else does."""
     for member in tar:
+        if member.name.startswith("/") or ".." in member.name.split("/"):  # as `require_below` of the managers
+            raise OSError(errno.EINVAL, f"the tar has {member.name!r}, which leads out of the directory")
         if member.islnk():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, member.name))

@@ -2,7 +2,7 @@
 
 Owns every sandbox that it opened, from its state directory to its control groups. Decides nothing: grants say who runs
 with how much. Promises what `managers.base` asks, and that sandboxes die with their owner. Those of an owner with a
-name do not: they stand still until the next process of that name adopts them.
+name that keeps them do not: they stand still until the next process of that name adopts them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ CLOSE_S_MAX = 10.0
 
 PROGRAMS = {"bwrap": "bubblewrap", "catatonit": "catatonit", "setpriv": "util-linux", "cp": "coreutils"}
 """What must be installed, and the package of Debian that has it."""
+NO_RECORD = "it did not survive the end of the last owner: there is no record of it"
 
 
 class _Errand:
@@ -83,11 +84,12 @@ class SandboxManager(FiledApart):
         node: str = "local",
         warm: int = 0,
         owner: str = "",
+        keeps: bool = True,
         expected: Iterable[str] = (),
     ) -> None:
-        """`warm`: how many sandboxes that wait for a caller are kept at most. `owner`: the name under which sandboxes
-        are kept beyond the life of this process, and those of the last process of that name adopted; `expected`: the
-        sandboxes that the caller believes to be there."""
+        """`warm`: how many sandboxes that wait for a caller are kept at most. `owner`: the name under which those of
+        the last process of that name are adopted, and sandboxes kept beyond the life of this one; not `keeps`: they
+        end with it, however it ends. `expected`: the sandboxes that the caller believes to be there."""
         if owner and not CALLED.fullmatch(owner):
             raise InvalidConfig("owner", owner, "up to 41 small letters, digits and '-', not '-' first")
         self.node = node
@@ -97,6 +99,7 @@ class SandboxManager(FiledApart):
         """Those that were on record or expected and are not there, and why. A record that cannot be read says not of
         whom it is: it stands under the name of its file."""
         self._called = owner
+        self._keeps = bool(owner) and keeps
         self._expected = tuple(expected)
         self._state = state or state_directory()
         self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
@@ -181,7 +184,7 @@ class SandboxManager(FiledApart):
         self.adopted = {name: sandbox.spec for name, sandbox in self._sandboxes.items()}
         for name in self._expected:
             if name not in self.adopted:
-                self.missing.setdefault(name, "there is no record of it")
+                self.missing.setdefault(name, NO_RECORD)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -190,11 +193,11 @@ class SandboxManager(FiledApart):
 
     async def _end(self) -> None:
         assert self._owner is not None
-        if self._called:
+        if self._keeps:
             await self._end_warm()
-        if self._called and any(not sandbox.gone.done() for sandbox in self._sandboxes.values()):
-            await self._leave_behind()
-            return
+            if any(not sandbox.gone.done() for sandbox in self._sandboxes.values()):
+                await self._leave_behind()
+                return
         if self._spawning is not None:
             await self._spawning.stop()  # every sandbox dies with it
         self._let_go()
@@ -261,7 +264,7 @@ class SandboxManager(FiledApart):
 
     def _new_spawning(self) -> Spawning:
         assert self._owner is not None
-        return Spawning(self._on_gone, self._on_spawner_end, self._owner.kept)
+        return Spawning(self._on_gone, self._on_spawner_end, self._owner.kept, outlives=self._keeps)
 
     def _groups(self) -> list[str]:
         """The control groups of the owner, one in each hierarchy."""

@@ -301,6 +301,7 @@ class SessionLease(ProgramLease):
         name = self.work.session
         if name in self.sandbox.sessions_lost:
             self.sandbox.sessions_lost.remove(name)
+            self._spawning.session_over(self.sandbox.box, name)
             self._say_lost()
         session = self.sandbox.sessions.get(name)
         if session is not None and session.busy:
@@ -328,9 +329,14 @@ class SessionLease(ProgramLease):
 
     def _give_up(self, session: Session) -> NoReturn:
         """Its shell has ended between two commands: what it held is lost, and the caller must know."""
+        self._drop(session)
+        self._say_lost()
+
+    def _drop(self, session: Session) -> None:
+        """Of which this action tells the caller."""
         del self.sandbox.sessions[self.work.session]
         session.close()
-        self._say_lost()
+        self._spawning.session_over(self.sandbox.box, self.work.session)
 
     def _say_lost(self) -> NoReturn:
         self._shell_gone = True
@@ -345,6 +351,7 @@ class SessionLease(ProgramLease):
             session.program = await self._execute(session.argv(self.sandbox.image.shell), b"", session.given)
         except BaseException:
             session.close()
+            self._spawning.session_over(self.sandbox.box, self.work.session)
             raise
         session.close_given()
         return session
@@ -383,8 +390,7 @@ class SessionLease(ProgramLease):
         if session is not None:
             session.busy = False
             if not keep or (self._status is not None and not self._status.done()):
-                del self.sandbox.sessions[self.work.session]
-                session.close()
+                self._drop(session)
         await super()._vacate(keep=keep)
 
     def _leave(self) -> None:

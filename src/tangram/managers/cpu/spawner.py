@@ -7,8 +7,9 @@ messages on its socket say, one reply each, and tells when a program has ended. 
 with it, that it dies with its owner (an end of the socket kills every sandbox), and that nothing which a sandbox does
 or says brings it down.
 
-The spawner of an owner with a name outlives it. Without an owner it kills what actions run in, lets the rest stand
-still, and waits on a socket in the directory of the owner for the next one. Without a sandbox it does not wait.
+The spawner of an owner with a name outlives it, if that owner says so. Without an owner it kills what actions run in,
+lets the rest stand still, and waits on a socket in the directory of the owner for the next one. Without a sandbox it
+does not wait.
 
 A program starts as a *runner*: a fork that has entered the namespaces of its sandbox, closed everything, dropped every
 privilege and taken on the filter of system calls, and then waits for one order. The spawner forks a sandbox's next
@@ -40,7 +41,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the messages between owner and spawner. Another number whenever an owner of before could be misunderstood."""
 
 MESSAGE_BYTES_MAX = 1 << 18
@@ -123,10 +124,6 @@ class Runner:
         self.channel = channel
         self.box: Box | None = None
         """Where it carries out an order."""
-        self.session = ""
-        """Of the shell that it becomes; the caller's word."""
-        self.held: list[int] = []
-        """The other ends of the shell's streams: what it leaves running can write there when the owner is gone."""
         self.number = 0
         """Of the request that it carries out; 0: it is spare."""
         self.executes = False
@@ -153,8 +150,10 @@ class Box:
         self.spare: Runner | None = None
         self.closing = False
         """It was told to end. Then nothing in it may stand still: what does cannot die."""
-        self.sessions_lost: set[str] = set()
-        """Those whose shell was killed because the owner was gone."""
+        self.sessions: dict[str, list[int]] = {}
+        """Those that got a shell of which the owner has not said that it is over, by the caller's word. So whoever
+        loses its shell at the same moment as its owner is not forgotten, whichever of the two is noticed first. With
+        each, the other ends of the shell's streams: what it leaves running can write there when the owner is gone."""
         self.drained: OrderedDict[int, None] = OrderedDict()
         self._joins: dict[str, int] = {}
 
@@ -177,8 +176,14 @@ class Box:
             os.close(fd)
         self._joins = {}
 
+    def end_session(self, name: str) -> None:
+        for fd in self.sessions.pop(name, ()):
+            os.close(fd)
+
     def forget(self) -> None:
         self.forget_joins()
+        for name in list(self.sessions):
+            self.end_session(name)
         os.close(self.init_fd)
         os.close(self.holder_fd)
 
@@ -192,6 +197,8 @@ class Spawner:
         self._halting = halting
         self._listener = listener
         """Where the next owner comes to. None: there is none after the first."""
+        self._outlives = False
+        """Whether sandboxes are left to the next owner, or end with the present one."""
         self._owner: socket.socket | None = None
         self._owner_died = -1
         self._leaving: socket.socket | None = None
@@ -266,7 +273,7 @@ class Spawner:
             self._lose_owner()
 
     def _lose_owner(self) -> None:
-        if self._listener is None:
+        if self._listener is None or not self._outlives:
             raise EOFError
         assert self._owner is not None and self._leaving is None
         self._selector.unregister(self._owner)
@@ -275,11 +282,10 @@ class Spawner:
         self._owner, self._leaving = None, self._owner
         self._wanted.clear()
         self._halt_by_s = time.monotonic() + self._halting.END_S_MAX
-        for runner in self._at_work.values():
-            if runner is not None and runner.box is not None and runner.session:
-                runner.box.sessions_lost.add(runner.session)
-                self._read_away(runner.box, runner.held)
-                runner.held = []
+        for box in self._boxes.values():
+            for name, held in box.sessions.items():  # their shells are killed, if they have not ended
+                self._read_away(box, held)
+                box.sessions[name] = []
 
     def _stand_by(self) -> None:
         """Without an owner: until everything stands still, and then until the next one comes."""
@@ -317,9 +323,7 @@ class Spawner:
         if self._owner is not None:
             self._selector.unregister(self._listener)
             self._owner.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 4 * MESSAGE_BYTES_MAX)
-            boxes = {
-                name: {"init": box.init, "sessions": sorted(box.sessions_lost)} for name, box in self._boxes.items()
-            }
+            boxes = {name: {"init": box.init, "sessions": sorted(box.sessions)} for name, box in self._boxes.items()}
             self._send({"protocol": PROTOCOL, "number": self._number, "boxes": boxes})
 
     # ---- messages ----
@@ -393,6 +397,7 @@ class Spawner:
     def _begin(self, request: Message, fds: list[int]) -> None:
         """Every program from now on runs under this filter: instructions of classic BPF, hexadecimal."""
         self._groups = request["groups"]
+        self._outlives = request["outlives"]
         code = bytes.fromhex(request["filter"])
         self._filter = ctypes.create_string_buffer(code, len(code))
         packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._filter))
@@ -564,6 +569,12 @@ class Spawner:
             self._selector.unregister(fd)
             os.close(fd)
 
+    def _over(self, request: Message, fds: list[int]) -> None:
+        """The caller of this session is told that its shell is no more."""
+        box = self._boxes.get(request["box"])
+        if box is not None:
+            box.end_session(request["session"])
+
     # ---- runners ----
 
     def _order(self, request: Message, order: bytes, fds: list[int]) -> None:
@@ -590,9 +601,8 @@ class Spawner:
         runner.ordered_s = time.monotonic()
         runner.box = box
         if held:
-            runner.session = request["session"]
-            box.sessions_lost.discard(runner.session)
-            runner.held = [os.dup(fd) for fd in held]
+            box.end_session(request["session"])
+            box.sessions[request["session"]] = [os.dup(fd) for fd in held]
         self._ordered[runner.number] = runner
         self._at_work[runner.pid] = runner
         os.kill(runner.pid, signal.SIGCONT)
@@ -630,8 +640,6 @@ class Spawner:
             self._spares.pop(box.name, None)
             runner.channel.close()
         elif runner.number:
-            for fd in runner.held:
-                os.close(fd)
             runner.code = code
             self._conclude(runner)
 
@@ -851,6 +859,7 @@ _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "copy": Spawner._copy,
     "abandon": Spawner._abandon,
     "drain": Spawner._drain,
+    "over": Spawner._over,
 }
 
 

@@ -4,7 +4,7 @@ Owns the process of the spawner and the matching of its replies to those who wai
 request is answered: by the spawner, or by ManagerError when it is gone.
 
 The spawner of an owner with a name is nobody's child. It is left to the next process of that name, which attaches to
-it.
+it, unless this one says that nothing is to outlive it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Left(msgspec.Struct, frozen=True):
     init: int
     """Its first process."""
     sessions: list[str]
-    """Those whose shell was killed with their owner, or with one before it."""
+    """Those whose shell ended with their owner, or with one before it, and whose callers do not know it."""
 
 
 class _Greeting(msgspec.Struct):
@@ -97,9 +97,15 @@ class Spawning:
     """One spawner, from start to end, or from one owner to the next."""
 
     def __init__(
-        self, on_gone: Callable[[str, int], None], on_end: Callable[[str], None], kept: Path | None = None
+        self,
+        on_gone: Callable[[str, int], None],
+        on_end: Callable[[str], None],
+        kept: Path | None = None,
+        *,
+        outlives: bool = False,
     ) -> None:
-        """`kept`: the directory in which the next owner looks for the spawner. None: it ends with this one."""
+        """`kept`: the directory in which owners of one name look for the spawner. `outlives`: whether it is left to the
+        next one, or ends with this one."""
         self._on_gone = on_gone
         """Told the sandbox and the code with which its first process ended."""
         self._on_end = on_end
@@ -110,6 +116,7 @@ class Spawning:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | Apart | None = None
         self._keeping = Keeping(kept) if kept is not None else None
+        self._outlives = outlives
 
     async def start(self, filter_program: bytes, groups: list[str]) -> None:
         """`groups`: control groups of which nothing is left when the spawner has ended."""
@@ -127,7 +134,8 @@ class Spawning:
         await asyncio.to_thread(first.wait)  # it has forked the spawner and ended
 
     async def _begin(self, filter_program: bytes, groups: list[str]) -> int:
-        return int((await self.request("begin", filter=filter_program.hex(), groups=groups))["pid"])
+        said = {"filter": filter_program.hex(), "groups": groups, "outlives": self._outlives}
+        return int((await self.request("begin", **said))["pid"])
 
     def _launch_apart(self, kept: Path, lock: int) -> subprocess.Popen[bytes]:
         """It has nothing of the owner: whoever waits for the end of the owner's output sees it."""
@@ -155,7 +163,7 @@ class Spawning:
         self._socket = mine
 
     async def stop(self) -> None:
-        """The end of the socket ends the spawner, and with it every sandbox. That of an owner with a name ends when it
+        """The end of the socket ends the spawner, and with it every sandbox. One that outlives its owner ends when it
         has none, which it must not have any more."""
         if self._socket is None or self._process is None:
             return
@@ -242,6 +250,14 @@ class Spawning:
         for stream in found:
             stream.close()
         return []
+
+    def session_over(self, box: str, session: str) -> None:
+        """Its caller is being told: the next owner need not. Told twice is better than never, so this waits for no
+        room in the socket."""
+        if self._keeping is not None and self._socket is not None:
+            message = {"id": self._next(), "do": "over", "box": box, "session": session}
+            with contextlib.suppress(OSError):
+                self._socket.send(_encode(message))
 
     # ---- requests ----
 

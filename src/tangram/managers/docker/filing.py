@@ -25,7 +25,7 @@ from tangram.errors import FileFailed, ManagerError
 from tangram.managers.docker.container import NOT_FOUND, Container
 from tangram.managers.docker.engine import UPLOAD_BYTES, Engine, EngineRefused, Json, pieces_of, to_its_end
 from tangram.managers.docker.programs import Answer, Programs
-from tangram.managers.work import WORKSPACE, Entry, inside
+from tangram.managers.work import WORKSPACE, Entry, inside, require_below
 
 LINKS_MAX = 40
 """Followed on the way to one file, as the kernel has it."""
@@ -146,7 +146,7 @@ class Filing:
         target = posixpath.normpath(inside(path))
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
             try:
-                await asyncio.to_thread(_rewrite, tar, spool, container.user)
+                await asyncio.to_thread(_rewrite, path, tar, spool, container.user)
             except tarfile.TarError as error:
                 raise FileFailed(path, f"what came is no tar: {error}") from error
             at, missing = await self._existing(container, path, target)
@@ -320,13 +320,14 @@ async def _tar(entries: list[tarfile.TarInfo], content: bytes = b"", user: int |
     yield bytes(-len(content) % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
 
 
-def _rewrite(source: BinaryIO, target: IO[bytes], user: int) -> None:
+def _rewrite(path: str, source: BinaryIO, target: IO[bytes], user: int) -> None:
     """All that belongs into a sandbox: files, directories and links of its user, without privileges. Blocks."""
     with (
         tarfile.open(fileobj=source, mode="r|*") as given,
         tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as made,
     ):
         for entry in given:
+            require_below(path, entry.name)
             if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
                 continue
             entry.uid = entry.gid = user

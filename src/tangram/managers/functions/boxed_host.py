@@ -2,7 +2,8 @@
 
 Owns which instance is idle, which one ends when, and the memory that is reserved for each. Promises that there are
 never more sandboxes than the function may have, those included that are being opened or removed, that one which may not
-be used again never is, and that closing leaves nothing.
+be used again never is, and that closing leaves nothing. Who is idle keeps nobody waiting: whoever is about to open an
+instance has idle ones ended first, as far as it takes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ Reserve = Callable[[str, int, str], None]
 """Of a sandbox: its name, MiB of memory, and the run. Raises AdmissionRefused."""
 Release = Callable[[str], None]
 
+COMMON_LIMITS = ("capacity", "sandboxes_max")
+"""Limits of the machine: idle instances of any owner make room. Others concern their owner alone."""
+
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What all hosts have in common."""
@@ -51,16 +55,24 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     reserve: Reserve
     release: Release
     image: str
-    reclaim: Callable[[AdmissionRefused, str], Awaitable[bool]]
-    """Removes an idle instance of some function for the sake of this run. False: there is none."""
+    idle_s_max: float
+    """After which an instance that is not called ends, whatever its function says."""
+    is_over: Callable[[str], bool]
+    """Whether this owner has more instances than it may have."""
+    reclaim: Callable[[str, bool], Awaitable[bool]]
+    """Waits until an instance of this owner is gone, or of any owner: one that is ending, or an idle one, which ends
+    for it. False: there is none."""
+    idle: dict[BoxedInstance, BoxedHost]
+    """Of all hosts, the one that was idle the longest first."""
 
 
 class BoxedInstance:
     """One sandbox."""
 
-    def __init__(self, name: str, run: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.run = run
+        self.is_open = False
+        """Its sandbox is there, with everything that a call needs."""
         self.holds = True
         """A held program serves its calls; without, each is a program of its own."""
         self.calls = 0
@@ -69,9 +81,12 @@ class BoxedInstance:
 
 
 class BoxedHost:
-    def __init__(self, spec: FunctionSpec, run: str, around: Surroundings, on_empty: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: FunctionSpec, run: str, owner: str, around: Surroundings, on_empty: Callable[[], None]
+    ) -> None:
         self.spec = spec
         self.run = run
+        self.owner = owner
         self.around = around
         self._on_empty = on_empty
         self._loop = asyncio.get_running_loop()
@@ -79,14 +94,20 @@ class BoxedHost:
         """All whose sandboxes exist, or may exist."""
         self.idle: list[BoxedInstance] = []
         """The one that was used last is used next, so that the others become superfluous."""
-        self._removals: dict[BoxedInstance, asyncio.Task[None]] = {}
+        self._removals: dict[BoxedInstance, asyncio.Task[bool]] = {}
         self._waiters: deque[asyncio.Future[None]] = deque()
         self.users = 0
         """Calls that are under way."""
 
     @property
-    def instances(self) -> int:
-        return len(self._instances)
+    def instances(self) -> frozenset[BoxedInstance]:
+        """Those included that are being opened or removed."""
+        return frozenset(self._instances)
+
+    @property
+    def endings(self) -> list[asyncio.Task[bool]]:
+        """One for each instance that is being removed: done when it is gone."""
+        return list(self._removals.values())
 
     def sandbox_spec(self) -> SandboxSpec:
         spec = self.spec
@@ -104,8 +125,8 @@ class BoxedHost:
     def take_idle(self) -> BoxedInstance | None:
         if not self.idle:
             return None
-        instance = self.idle.pop()
-        self._disarm(instance)
+        instance = self.idle[-1]
+        self._end_idling(instance)
         return instance
 
     @property
@@ -130,7 +151,7 @@ class BoxedHost:
     async def open(self, action: Action, grant: Grant) -> BoxedInstance:
         """A new one, with everything in it that a call needs. Raises AdmissionRefused, InvalidAction, ManagerError."""
         assert self.has_room, "whoever opens an instance has seen that there is room"
-        instance = BoxedInstance(f"{PREFIX}{secrets.token_hex(8)}", self.run)
+        instance = BoxedInstance(f"{PREFIX}{secrets.token_hex(8)}")
         self._instances.add(instance)
         try:
             await self._reserve(instance)
@@ -144,16 +165,21 @@ class BoxedHost:
             if isinstance(error, FileFailed):
                 raise ManagerError(f"function {self.spec.name} does not fit into its sandbox: {error}") from error
             raise
+        instance.is_open = True
         return instance
 
     async def _reserve(self, instance: BoxedInstance) -> None:
         """Who is idle makes room for who is not."""
+        around = self.around
+        while around.is_over(self.owner):
+            if not await around.reclaim(self.owner, False):
+                raise ManagerError(f"run {self.run} may have fewer sandboxes than it had when this call was let in")
         while True:
             try:
-                self.around.reserve(instance.name, -(-self.sandbox_spec().memory_bytes // MIB), self.run)
+                around.reserve(instance.name, -(-self.sandbox_spec().memory_bytes // MIB), self.run)
                 return
             except AdmissionRefused as refused:
-                if not await self.around.reclaim(refused, self.run):
+                if not await around.reclaim(self.owner, refused.limit in COMMON_LIMITS):
                     raise
 
     async def _open(self, instance: BoxedInstance, action: Action, grant: Grant) -> None:
@@ -169,30 +195,36 @@ class BoxedHost:
         """It can be used again."""
         instance.idle_since = self._loop.time()
         self.idle.append(instance)
-        instance.idle_timer = self._loop.call_later(self.spec.idle_s, self.discard, instance)
+        self.around.idle[instance] = self
+        idle_s = min(self.spec.idle_s, self.around.idle_s_max)
+        instance.idle_timer = self._loop.call_later(idle_s, self.discard, instance)
         self.next_turn()
 
     # ---- their end ----
 
-    def discard(self, instance: BoxedInstance) -> asyncio.Task[None]:
-        """It is used no more. The task is done when its sandbox is gone."""
-        self._disarm(instance)
-        if instance in self.idle:
-            self.idle.remove(instance)
+    def discard(self, instance: BoxedInstance) -> asyncio.Future[bool]:
+        """It is used no more. The future is done when its sandbox is gone, or, False, could not be removed."""
+        self._end_idling(instance)
+        if instance not in self._instances:  # somebody else was first
+            gone: asyncio.Future[bool] = self._loop.create_future()
+            gone.set_result(True)
+            return gone
         removal = self._removals.get(instance)
         if removal is None:
             removal = self._removals[instance] = self._loop.create_task(self._remove(instance))
         return removal
 
-    async def _remove(self, instance: BoxedInstance) -> None:
+    async def _remove(self, instance: BoxedInstance) -> bool:
         """One that cannot be removed keeps its memory, which is still in use."""
         try:
             await close_sandbox(self.around.manager, instance.name)
             self.around.release(instance.name)
+            return True
         except (ManagerError, OSError) as error:
             said = f"sandbox {instance.name} of function {self.spec.name} is left behind"
             context: dict[str, Any] = {"message": said, "exception": error}
             self._loop.call_exception_handler(context)
+            return False
         finally:
             del self._removals[instance]
             self._forget(instance)
@@ -201,7 +233,9 @@ class BoxedHost:
         self._instances.discard(instance)
         self.next_turn()
 
-    def _disarm(self, instance: BoxedInstance) -> None:
+    def _end_idling(self, instance: BoxedInstance) -> None:
+        if self.around.idle.pop(instance, None) is not None:
+            self.idle.remove(instance)
         if instance.idle_timer is not None:
             instance.idle_timer.cancel()
             instance.idle_timer = None

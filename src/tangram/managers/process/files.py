@@ -23,6 +23,7 @@ from tangram.managers.work import (
     WORKSPACE,
     Entry,
     inside,
+    require_below,
 )
 
 LINKS_MAX = 40
@@ -106,8 +107,7 @@ class Workspace:
         with _told(path), tarfile.open(fileobj=source, mode="r|") as tar:
             self._make_directory(path)
             for member in tar:
-                if member.name.startswith("/") or ".." in member.name.split("/"):
-                    raise FileFailed(path, f"the tar has {member.name!r}, which leads out of the directory")
+                require_below(path, member.name)
                 self._unpack_one(tar, member, path)
 
     def _unpack_one(self, tar: tarfile.TarFile, member: tarfile.TarInfo, base: str) -> None:

@@ -233,8 +233,6 @@ class ProcessManager:
     async def _commit(self, box: Box, image: str) -> None:
         async with box.turn:
             self._box(box.name)
-            if image == HOST_IMAGE:
-                raise ManagerError(f"{HOST_IMAGE!r} is the empty workspace: choose another name", retry=False)
             directory = self._new_directory("image")
             box.kin.stand_still()
             try:

@@ -14,6 +14,7 @@ export class Header {
     this.poll = poll;
     this.place = place;
     this.received = 0;
+    this.broken = false;
     this.nav = document.getElementById("pages");
     this.tabs = PAGES.map((page) => {
       const node = box("button", "", el("span", "", page[0].toUpperCase() + page.slice(1)), el("em"));
@@ -80,8 +81,10 @@ export class Header {
 
   fillFacts(view) {
     const {service} = view;
+    this.view = view;
+    const state = this.broken ? "not known" : service.state;
     const facts = [
-      ["Service", service.state], ["Up for", duration(Math.max(0, Math.round(view.at - service.began_at)))],
+      ["Service", state], ["Up for", duration(Math.max(0, Math.round(view.at - service.began_at)))],
       ["Version", service.version], ["Policy", service.policy], ["Durability", service.durability],
     ];
     if (service.draining?.length) facts.push(["Draining", service.draining.join(", ")]);
@@ -91,7 +94,7 @@ export class Header {
       putName(node.lastChild, value);
       attr(node, "data-fact", key.toLowerCase().replace(" ", "-"));
     });
-    attr(this.facts, "data-state", service.state);
+    attr(this.facts, "data-state", state);
     attr(this.facts.firstElementChild, "title", `since ${moment(service.began_at)}`);
   }
 
@@ -111,6 +114,10 @@ export class Header {
     show(this.forget, this.poll.token !== "");
     const broken = phase === "gone" || phase === "refused";
     show(this.banner, broken);
+    if (broken !== this.broken) {
+      this.broken = broken;
+      if (this.view) this.fillFacts(this.view);
+    }
     if (!broken) return;
     const from = this.received ? ` What is shown is from ${timeOfDay(this.received / 1000)}.` : "";
     const what = phase === "gone" ? `No answer from the service since ${timeOfDay(since / 1000)}`

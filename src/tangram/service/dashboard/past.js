@@ -1,5 +1,6 @@
 // Past: what the charts and tables show of the time behind. Owns the sums over rows for one run, since the view has
-// history and classes only over all runs; and the thinning of history to as many points as a chart can show.
+// history and classes only over all runs; and the thinning of history to as many points as a chart can show. A row
+// that took no time is of an action which ended with a service before this one: how long it took nobody knows.
 
 const BUCKET_S = 5;
 /* As in view.py. */
@@ -21,7 +22,8 @@ export function percentilesSince(rows, run, since) {
   const times = new Float64Array(rows.length - first);
   let count = 0;
   for (let k = first; k < rows.length; k += 1) {
-    if (number === undefined || rows.run[k] === number) times[count++] = rows.ended[k] - rows.submitted[k];
+    const time = rows.ended[k] - rows.submitted[k];
+    if (time > 0 && (number === undefined || rows.run[k] === number)) times[count++] = time;
   }
   const sorted = times.subarray(0, count).sort();
   return {count, p50_s: quantile(sorted, 0.5), p95_s: quantile(sorted, 0.95), p99_s: quantile(sorted, 0.99)};
@@ -33,11 +35,11 @@ export function historyOf(rows, run, now) {
   if (number === undefined) return [];
   const buckets = new Map();
   for (let k = 0; k < rows.length; k += 1) {
-    if (rows.run[k] !== number) continue;
+    const time = rows.ended[k] - rows.submitted[k];
+    if (rows.run[k] !== number || time <= 0) continue;
     const from = Math.floor(rows.ended[k] / BUCKET_S) * BUCKET_S;
     let bucket = buckets.get(from);
     if (!bucket) buckets.set(from, (bucket = {times: [], waiting_s: 0, execution_s: 0, overhead_s: 0}));
-    const time = rows.ended[k] - rows.submitted[k];
     bucket.times.push(time);
     bucket.waiting_s += rows.waiting[k];
     bucket.overhead_s += rows.overhead[k];

@@ -9,7 +9,7 @@ export class SandboxesPage {
     const {root, body, note} = panel("Sandboxes");
     this.note = note;
     this.table = new Table("Sandboxes", [
-      {title: "Sandbox", width: 23, kind: "name", value: (sandbox) => sandbox.name},
+      {title: "Sandbox", width: 23, kind: "name", value: nameOf},
       {title: "Run", width: 14, kind: "run", value: (sandbox) => sandbox.run},
       {title: "Node", width: 9, kind: "name", value: (sandbox) => sandbox.node || "–"},
       {title: "State", width: 14, value: stateOf},
@@ -27,14 +27,27 @@ export class SandboxesPage {
     const shown = place.run ? view.sandboxes.filter((sandbox) => sandbox.run === place.run) : view.sandboxes;
     const active = shown.filter((sandbox) => sandbox.active > 0).length;
     const total = place.run ? shown.length : view.sandboxes_total;
-    const states = `${count(active)} active, ${count(shown.length - active)} frozen`;
+    const opening = shown.filter(isBeingOpened).length;
+    const states = `${count(active)} active, ${count(shown.length - active - opening)} frozen`
+      + (opening ? `, ${count(opening)} being opened` : "");
     const all = shown.length === total ? states : `the first ${count(shown.length)} are shown: ${states}`;
     put(this.note, total ? `${count(total)} open, ${all}` : "");
     this.table.update(shown, view.now_s);
   }
 }
 
+/** An instance of a function is known by that: the service has made up its own name. */
+function nameOf(sandbox) {
+  return sandbox.function ? `${sandbox.function} (${sandbox.name})` : sandbox.name;
+}
+
+/** Its memory is reserved; it has a node when its first action, which makes it, has been granted. */
+function isBeingOpened(sandbox) {
+  return !sandbox.active && !sandbox.node;
+}
+
 function stateOf(sandbox) {
+  if (isBeingOpened(sandbox)) return "being opened";
   return sandbox.active ? `active, ${counted(sandbox.active, "action")}` : "frozen";
 }
 
@@ -44,6 +57,7 @@ function openFor(sandbox, now) {
 
 function lastUsed(sandbox, now) {
   if (sandbox.active) return "now";
+  if (isBeingOpened(sandbox)) return "–";
   const ago = Math.round(now - sandbox.last_used_s);
   return ago > 0 ? `${duration(ago)} ago` : "just now";
 }

@@ -196,3 +196,13 @@ class Lives:
         )  # fmt: skip
         asked, cpu_s = account.asked(action.demand), outcome.usage.cpu_s
         return Past(row, asked, outcome.reason, outcome.attempts, cpu_s, life.missed, tuple(life.notes))
+
+    def concluded(self, action: Action, outcome: Outcome, number: int, now: float) -> Past:
+        """One that was never here. It is counted by its status, and not among durations: nobody knows how long it
+        took."""
+        account, status = self._accounts.of(action), outcome.status.value
+        account.run.count(status)
+        row = Row(
+            number, action.id, action.run, action.trajectory, account.name, status, now, now, now, 0.0, 0.0, 0.0, 0, "",
+        )  # fmt: skip
+        return Past(row, account.asked(action.demand), outcome.reason, outcome.attempts, 0.0, 0, ())

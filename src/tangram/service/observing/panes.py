@@ -11,11 +11,15 @@ from heapq import nlargest, nsmallest
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tangram.core.explain import explain
 from tangram.core.lanes import Entry, Lane, Run
 from tangram.core.queue import ELDER_FACTOR
 from tangram.core.scheduler import Scheduler
+from tangram.managers.functions.boxed import Instance
 from tangram.service.observing.accounts import ClassAccount, RunAccount
+from tangram.service.observing.boxes import Box
 from tangram.service.observing.pools import pool_views
 from tangram.service.observing.shares import Shares
 from tangram.service.spending import OTHER
@@ -57,29 +61,39 @@ def view(picture: Picture, run: str | None, now: float, at: float) -> View:
         waiting_total=waiting_total,
         running=tuple([_running(picture, entry) for entry in running[:RUNNING_SHOWN_MAX]]),
         running_total=len(running),
-        sandboxes=tuple(
-            [
-                SandboxView(
-                    name=box.name,
-                    run=box.run,
-                    node=box.node,
-                    memory_mib=_memory(scheduler, box.name),
-                    opened_s=box.opened_s,
-                    active=box.active,
-                    actions=box.actions,
-                    last_used_s=box.last_used_s,
-                )
-                for box in boxes[:SANDBOXES_SHOWN_MAX]
-            ]
-        ),
+        sandboxes=_sandboxes(picture, boxes[:SANDBOXES_SHOWN_MAX], now),
         sandboxes_total=len(boxes),
         history=picture.buckets.history(account),
     )
 
 
-def _memory(scheduler: Scheduler, sandbox: str) -> int:
-    place = scheduler.places.by_sandbox.get(sandbox)
-    return place.memory if place is not None else 0
+def _sandboxes(picture: Picture, boxes: list[Box], now: float) -> tuple[SandboxView, ...]:
+    instance_by_name = {instance.sandbox: instance for instance in picture.instances()}
+    return tuple([_sandbox(picture.scheduler, box, instance_by_name.get(box.name), now) for box in boxes])
+
+
+def _sandbox(scheduler: Scheduler, box: Box, instance: Instance | None, now: float) -> SandboxView:
+    """Of an instance the picture has seen no actions: its calls are those of no sandbox."""
+    place = scheduler.places.by_sandbox.get(box.name)
+    view = SandboxView(
+        name=box.name,
+        run=box.run,
+        node=box.node,
+        memory_mib=place.memory if place is not None else 0,
+        opened_s=box.opened_s,
+        active=box.active,
+        actions=box.actions,
+        last_used_s=box.last_used_s,
+    )
+    if instance is None:
+        return view
+    return msgspec.structs.replace(
+        view,
+        function=instance.function,
+        active=int(instance.idle_s is None),
+        actions=instance.calls,
+        last_used_s=now - (instance.idle_s or 0.0),
+    )
 
 
 # ---- runs and classes -----------------------------------------------------------------------------------------
@@ -213,7 +227,7 @@ def front(scheduler: Scheduler, run: str | None, most: int) -> list[Entry]:
     elder_since, aged_since = now - ELDER_FACTOR * queue.ageing_s, now - queue.ageing_s
     elders = nsmallest(most, [entry for one in runs for entry in _elders(one, elder_since, most)])
     found = {entry.seq: entry for entry in elders}
-    for one in sorted(runs, key=lambda one: (one.usage.share, one.served)):
+    for one in sorted(runs, key=lambda one: (one.usage.standing(now), one.served)):
         if len(found) >= most:
             break
         first = [entry for lane in one.lanes.values() if lane.waiting for entry in _first(lane, most)]

@@ -96,9 +96,10 @@ def _settled(past: Past) -> str:
     row = past.row
     used = f", used {past.cpu_s:.3f} CPU seconds" if past.cpu_s else ""
     again = f" in {past.attempts} attempts" if past.attempts > 1 else ""
-    times = f"waited {row.waiting_s:.3f} s, ran {row.execution_s:.3f} s, overhead {row.overhead_s:.3f} s"
+    times = f"; waited {row.waiting_s:.3f} s, ran {row.execution_s:.3f} s, overhead {row.overhead_s:.3f} s{used}"
     reason = f": {past.reason}" if past.reason else ""
-    return f"{row.status.replace('_', ' ')}{again}{reason}; {times}{used}"
+    # Of one that was never here nothing was noted, and its times are not known.
+    return f"{row.status.replace('_', ' ')}{again}{reason}{times if past.notes else ''}"
 
 
 def _lines(notes: list[Note] | tuple[Note, ...], missed: int) -> list[StoryLine]:
