@@ -145,5 +145,10 @@ def test_a_checkpoint_brings_its_words(tmp_path: Path) -> None:
     save(Transformer.new(small(words.size, width=32, heads=2), 1), tmp_path / "policy")
     (tmp_path / "policy" / "words.json").write_bytes(msgspec.json.encode(words.words))
     policy = PolicySettings(checkpoint=str(tmp_path / "policy"))
-    batch = played(settings_of(tasks=(TaskSettings(name="chain"),), policy=policy), 1)
+    usual = settings_of(tasks=(TaskSettings(name="chain"),), policy=policy)
+    batch = played(usual, 1)
     assert batch.groups[0].whole
+    with pytest.raises(
+        InvalidConfig, match=r"engines\[0\].context_max: expected at most 256, the context of .*, got 257"
+    ):
+        require_served(msgspec.structs.replace(usual, engines=(EngineSettings(context_max=257),)))

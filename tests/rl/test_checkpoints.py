@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -174,7 +175,14 @@ def damaged(tmp_path: Path, name: str, at: int | None) -> str:
 @pytest.mark.parametrize("name", [STATE, WHOLE, "optimiser/00.bucket", "words.json"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path, name: str, at: int | None) -> None:
     warning = damaged(tmp_path, name, at)
-    assert "00000040 is damaged" in warning
+    assert "00000040 is damaged" in warning and "_File" not in warning
+
+
+def test_damage_is_said_in_words(tmp_path: Path) -> None:
+    said = damaged(tmp_path / "cut", "optimiser/00.bucket", 3)
+    assert said.endswith("optimiser/00.bucket is not what was written: it has 4 bytes instead of 7")
+    said = damaged(tmp_path / "flipped", "optimiser/00.bucket", 6)
+    assert re.search(r"its 7 bytes are others \(CRC-32 [0-9a-f]{8} instead of [0-9a-f]{8}\)$", said)
 
 
 def test_a_run_that_went_back_makes_the_checkpoint_anew(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_step_makes_a_version_and_tells_every_metric() -> None:
     metrics = one.step(played(0))
     assert one.version == 1
     assert far(weights(one), before) > 0.0
-    assert set(metrics) == set(METRICS)
+    assert set(metrics) == set(METRICS) - {"kl_teacher"}
     assert all(map(math.isfinite, metrics.values()))
     assert metrics["trajectories"] == 16
     assert metrics["tokens"] == sum(len(each.logprobs) for group in played(0).groups for each in group.members)
@@ -137,7 +137,7 @@ def test_accumulated_gradients_are_those_of_the_undivided_minibatch(normalise: A
     undivided, divided = (learner(of=model(torch.float64), microbatch=rows, **options) for rows in (64, microbatch))
     told, told_divided = undivided.step(played(1)), divided.step(played(1))
     assert far(weights(undivided), weights(divided)) < 1e-9
-    for name in set(METRICS) - {"tokens_per_s"}:
+    for name in set(METRICS) - {"tokens_per_s", "kl_teacher"}:
         assert told[name] == pytest.approx(told_divided[name], abs=1e-9), name
 
 
@@ -201,22 +201,31 @@ def test_what_was_cut_off_can_be_left_out() -> None:
     assert (metrics["trajectories"], metrics["tokens"], metrics["overlong_share"]) == (1, 1, 0.5)
 
 
+def written_by(first: int, *, version: int) -> Batch:
+    """A batch for the step from `version`, written by `first`."""
+    members = (trajectory(turn([1], [2], version=first), reward=reward, member=reward) for reward in (0, 1))
+    return batch(group(*members), version=version)
+
+
 @pytest.mark.parametrize(
-    ("mode", "first", "fine"),
+    ("mode", "alpha", "first", "fine"),
     [
-        ("rollart", 1, True),
-        ("rollart", 0, False),
-        ("rollart", 3, False),
-        ("start-bound", 0, True),
-        ("one-off", 0, False),
-        ("sync", 1, False),
-        ("sync+", 2, True),
+        ("rollart", 1, 1, True),
+        ("rollart", 1, 0, False),
+        ("rollart", 1, 3, False),
+        ("rollart", 0, 1, False),
+        ("start-bound", 1, 0, True),
+        ("start-bound", 0, 1, False),
+        ("start-bound", 0, 2, True),
+        ("one-off", 1, 0, False),
+        ("sync", 1, 1, False),
+        ("sync+", 1, 2, True),
     ],
 )
-def test_no_trajectory_is_older_than_the_mode_allows(mode: Any, first: int, fine: bool) -> None:
-    one = learner(settings(training={"mode": mode, "staleness": 1}))
+def test_no_trajectory_is_older_than_the_mode_allows(mode: Any, alpha: int, first: int, fine: bool) -> None:
+    one = learner(settings(training={"mode": mode, "staleness": alpha}))
     one.version = 2
-    old = batch(group(*(trajectory(turn([1], [2], version=first), reward=r, member=r) for r in (0, 1))), version=2)
+    old = written_by(first, version=2)
     before = weights(one)
     if fine:
         one.step(old)
@@ -226,6 +235,18 @@ def test_no_trajectory_is_older_than_the_mode_allows(mode: Any, first: int, fine
             one.step(old)
         assert one.version == 2
         assert same(weights(one), before)
+
+
+@pytest.mark.parametrize("mode", ["sync", "sync+", "start-bound", "rollart"])
+def test_without_a_correction_nothing_is_trained_on_that_is_older_than_the_weights(mode: Any) -> None:
+    one = learner(settings({"correction": "none"}, {"mode": mode, "staleness": 0}))
+    one.version = 2
+    before = weights(one)
+    with pytest.raises(InvalidInput, match=r"expected from 2 to 2 as objective.correction = \"none\".*, got 1"):
+        one.step(written_by(1, version=2))
+    assert one.version == 2 and same(weights(one), before)
+    one.step(written_by(2, version=2))
+    assert one.version == 3
 
 
 def test_a_batch_of_another_version_is_refused() -> None:
@@ -245,6 +266,60 @@ def test_what_cannot_be_trained_on_is_refused_at_once(sampling: SamplingSettings
 def test_a_loss_that_is_not_there_is_refused_at_once() -> None:
     with pytest.raises(InvalidConfig, match=r"objective\.loss"):
         learner(loss="tests.rl.played:nothing")
+
+
+def test_a_loss_that_raises_says_where_and_changes_nothing() -> None:
+    one = learner(loss="tests.rl.test_learner:raising")
+    before = weights(one)
+    with pytest.raises(InvalidInput, match=r"objective\.loss: .*KeyError: 'mean'.*test_learner\.py:\d+"):
+        one.step(played(0))
+    assert one.version == 0
+    assert same(weights(one), before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "returned"),
+    [
+        ("vector", r"a tensor of shape \[\d+\] as the loss"),
+        ("alone", r"a tensor of shape \[\]"),
+        ("nothing", "a NoneType"),
+        ("constant", "a number without a gradient"),
+        ("metric", r"a tensor of shape \[\d+\] as metric each"),
+    ],
+)
+def test_what_a_loss_returns_that_is_none_is_said_with_its_place_and_changes_nothing(loss: str, returned: str) -> None:
+    one = learner(loss=f"{__name__}:{loss}")
+    before = weights(one)
+    line = globals()[loss].__code__.co_firstlineno
+    said = rf"objective\.loss: expected .* \(it returned {returned}, .*test_learner\.py:{line}\), got '.*:{loss}'"
+    with pytest.raises(InvalidInput, match=said):
+        one.step(played(0))
+    assert one.version == 0
+    assert same(weights(one), before)
+
+
+def vector(tokens: Any, settings: Any) -> Any:
+    return -tokens.share * tokens.advantage * tokens.logprobs, {}
+
+
+def alone(tokens: Any, settings: Any) -> Any:
+    return tokens.logprobs.sum()
+
+
+def nothing(tokens: Any, settings: Any) -> Any:
+    return None
+
+
+def constant(tokens: Any, settings: Any) -> Any:
+    return tokens.logprobs.detach().sum(), {}
+
+
+def metric(tokens: Any, settings: Any) -> Any:
+    return tokens.logprobs.sum(), {"each": tokens.logprobs}
+
+
+def raising(tokens: Any, settings: Any) -> Any:
+    return {}["mean"]
 
 
 @pytest.mark.parametrize("loss", ["broken_later", "broken_gradient"])
@@ -291,10 +366,11 @@ def test_a_policy_is_drawn_to_its_teacher() -> None:
     one = learner(kind="distill", learning_rate=1e-2)
     chance = np.random.default_rng(0)
     teacher = np.log(np.where(np.arange(VOCABULARY) == 2, 0.9, 0.1 / (VOCABULARY - 1)))
+    apart = []
     for version in range(25):
         logs = one.policy.module(torch.tensor([[1]])).log_softmax(-1)[0, 0].detach().double().numpy()
         drawn = chance.choice(VOCABULARY, 64, p=np.exp(logs) / np.exp(logs).sum())
-        one.step(
+        stepped = one.step(
             batch(
                 group(
                     *(
@@ -309,7 +385,9 @@ def test_a_policy_is_drawn_to_its_teacher() -> None:
                 version=version,
             )
         )
+        apart.append(stepped["kl_teacher"])
     assert one.policy.module(torch.tensor([[1]])).softmax(-1)[0, 0, 2].item() == pytest.approx(0.9, abs=0.09)
+    assert apart[0] > 1.0 > 0.1 > apart[-1]
 
 
 def test_without_a_teacher_nothing_is_distilled() -> None:
@@ -493,7 +571,7 @@ def test_ours_and_the_same_weights_in_transformers_make_the_same_step(tmp_path: 
     one, other = learner(**options), learner(of=theirs, **options)
     assert one.imitate(shown(0)) == pytest.approx(other.imitate(shown(0)), abs=1e-5)
     told, told_there = one.step(played(0)), other.step(played(0))
-    for name in set(METRICS) - {"tokens_per_s"}:
+    for name in set(METRICS) - {"tokens_per_s", "kl_teacher"}:
         assert told[name] == pytest.approx(told_there[name], abs=1e-5), name
     other.save(tmp_path)
     there = checkpoint.load(tmp_path)

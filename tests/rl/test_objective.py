@@ -201,7 +201,7 @@ def test_advantages_of_a_group_cancel_and_keep_the_order(rewards: list[float], n
 
 
 def test_an_advantage_of_ones_own_is_found_by_its_name() -> None:
-    assert objective.advantage_named(f"{__name__}:as_they_are") is as_they_are
+    assert objective.advantage_named(f"{__name__}:as_they_are")((0.5, 2.0)) == as_they_are((0.5, 2.0))
     for name in ("nowhere:at_all", f"{__name__}:missing", f"{__name__}:START", "tests.rl.played:"):
         with pytest.raises(InvalidConfig, match=r"objective\.advantage"):
             objective.advantage_named(name)

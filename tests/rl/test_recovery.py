@@ -54,11 +54,11 @@ def test_what_the_checkpoint_says_was_trained_on_or_dropped_does_not_return() ->
 
 def test_what_was_lost_since_stays_lost() -> None:
     state = run_state(40, waiting=[waiting(3, 39)], in_flight=[5])
-    entries = [Lost(id="lake/3", cause="stale"), Lost(id="lake/5", cause="failed"), Lost(id="lake/9", cause="no room")]
+    entries = [Lost(id="lake/3", cause="stale"), Lost(id="lake/5", cause="failed"), Lost(id="lake/9", cause="failed")]
     back = recovered(checkpoint(state), entries)
     assert ids(back.buffer) == [] and back.buffer.in_flight == ()
     assert back.buffer.dropped == ((3, 3), (5, 5), (9, 9))
-    assert back.buffer.dropped_by_cause == {"stale": 1, "failed": 2} and back.dropped["lake/9"] == "no room"
+    assert back.buffer.dropped_by_cause == {"stale": 1, "failed": 2} and back.dropped["lake/9"] == "failed"
 
 
 def test_what_was_in_play_is_played_anew() -> None:

@@ -104,6 +104,9 @@ class Answers:
         self._left = list(answers)
         self.calls = 0
 
+    def require_service(self, name: str) -> None:
+        """It has any."""
+
     async def infer(self, service: str, payload: Any, **_: Any) -> Inference:
         self.calls += 1
         found = self._left.pop(0) if len(self._left) > 1 else self._left[0]
@@ -156,11 +159,11 @@ def test_the_settings_choose_the_kind(tmp_path: Path) -> None:
             (RewardSettings(kind="function", function=named), FunctionReward),
             (RewardSettings(kind="command"), CommandReward),
             (RewardSettings(kind="command", function=named), CommandReward),
-            (RewardSettings(kind="model", service="judge"), ModelReward),
         ):
             assert type(make_reward(settings, client)) is kind
 
     connected(tmp_path, test)
+    assert type(make_reward(RewardSettings(kind="model", service="judge"), Answers(b"1"))) is ModelReward
     with pytest.raises(InvalidConfig, match="a client, as"):
         make_reward(RewardSettings(kind="command"), None)
 
@@ -355,9 +358,8 @@ def test_an_environment_that_shows_nothing_and_a_service_that_is_none_are_mistak
     assert "Plain has no `def evidence(self)`" in why_failed(model(Answers(b"1")), played())
 
     async def test(client: Client) -> None:
-        reward = make_reward(RewardSettings(kind="model", service="nosuch"), client)
-        with pytest.raises(RewardFailed, match="this connection was given none"):
-            await reward.score(played(Showing("x"), client))
+        with pytest.raises(InvalidConfig, match=r"reward\.service: .* this connection was given none, got 'nosuch'"):
+            make_reward(RewardSettings(kind="model", service="nosuch"), client)
 
     connected(tmp_path, test)
 

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from tests.rl.samples import group
 
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.rl.run_folder import SETTINGS, open_run, read_settings
+from tangram.rl.checkpoints import folder_name
+from tangram.rl.run_folder import METRICS, MODULES, SETTINGS, open_run, read_modules, read_settings
 from tangram.rl.settings import (
     EngineSettings,
     GroupSettings,
@@ -49,6 +50,17 @@ def test_a_folder_that_holds_a_run_is_not_begun_again(tmp_path: Path) -> None:
         assert folder.changed == ()
 
 
+def test_where_environments_are_found_is_kept_until_somebody_says_otherwise(tmp_path: Path) -> None:
+    open_run(tmp_path, USUAL, resume=False).close()
+    assert read_modules(tmp_path) == ()
+    open_run(tmp_path, USUAL, resume=True, modules=("/a", "/b")).close()
+    open_run(tmp_path, USUAL, resume=True).close()
+    assert read_modules(tmp_path) == ("/a", "/b")
+    (tmp_path / MODULES).write_text("{")
+    with pytest.raises(InvalidConfig, match="expected a list of folders"):
+        read_modules(tmp_path)
+
+
 def test_what_others_have_in_a_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     open_run(tmp_path, USUAL, resume=False).close()
@@ -63,6 +75,17 @@ def test_nothing_cannot_be_gone_on_with(tmp_path: Path, made: bool) -> None:
     with pytest.raises(InvalidConfig, match="the folder of a run, to resume it: there is none"):
         open_run(path, USUAL, resume=True)
     assert path.exists() == made and not list(tmp_path.glob("run/*"))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "samples"])
+def test_folders_of_others_that_bear_our_names_are_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "mine").mkdir(parents=True)
+    with pytest.raises(InvalidConfig, match=rf"a folder without {name} of others: .*move them away") as refused:
+        open_run(tmp_path, USUAL, resume=False)
+    assert "resume" not in str(refused.value)
+    with pytest.raises(InvalidConfig, match="there is none; start without it"):
+        open_run(tmp_path, USUAL, resume=True)
+    assert [path.name for path in tmp_path.rglob("*")] == [name, "mine"]
 
 
 def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
@@ -110,7 +133,7 @@ def test_an_owner_that_is_killed_owns_nothing(tmp_path: Path) -> None:
 
 
 def test_whoever_is_refused_leaves_no_descriptor(tmp_path: Path) -> None:
-    open_run(tmp_path, USUAL, resume=False).close()
+    begun(tmp_path, USUAL)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(InvalidConfig):
@@ -139,13 +162,27 @@ REFUSED = {
 }
 
 
+def begun(path: Path, settings: TrainSettings) -> None:
+    """A run of which something is saved."""
+    with open_run(path, settings, resume=False) as folder:
+        (folder.checkpoints / folder_name(0)).mkdir()
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_gives_the_samples_and_weights_their_meaning_stays(tmp_path: Path, key: str) -> None:
-    open_run(tmp_path, USUAL, resume=False).close()
+    begun(tmp_path, USUAL)
     with pytest.raises(InvalidConfig, match=r"as before, because .*; or a new run") as refused:
         open_run(tmp_path, REFUSED[key], resume=True)
     assert refused.value.field == key
     assert read_settings(tmp_path) == USUAL
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_before_anything_is_saved_everything_may_change_and_is_told(tmp_path: Path, key: str) -> None:
+    open_run(tmp_path, USUAL, resume=False).close()
+    with open_run(tmp_path, REFUSED[key], resume=True) as folder:
+        assert folder.changed
+    assert read_settings(tmp_path) == REFUSED[key]
 
 
 def test_samples_that_a_teacher_scored_are_not_trained_on_by_their_rewards(tmp_path: Path) -> None:
@@ -156,13 +193,13 @@ def test_samples_that_a_teacher_scored_are_not_trained_on_by_their_rewards(tmp_p
         teachers=(TeacherSettings(name="wise", checkpoint="wise"),),
         objective=ObjectiveSettings(kind="distill"),
     )
-    open_run(tmp_path, distilled, resume=False).close()
+    begun(tmp_path, distilled)
     with pytest.raises(InvalidConfig, match=r"objective.kind: expected 'distill' as before"):
         open_run(tmp_path, replace(distilled, objective=ObjectiveSettings()), resume=True)
 
 
 def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:
-    open_run(tmp_path, USUAL, resume=False).close()
+    begun(tmp_path, USUAL)
     other = replace(
         USUAL,
         training=TrainingSettings(steps=500, mode="sync+", batch=8),
@@ -195,5 +232,6 @@ def test_settings_that_cannot_be_read_are_said_with_their_file(tmp_path: Path) -
     with pytest.raises(InvalidConfig, match=r"settings.json: expected the settings of a run \(steps: expected"):
         open_run(tmp_path, USUAL, resume=True)
     (tmp_path / SETTINGS).unlink()
+    (tmp_path / METRICS).touch()
     with pytest.raises(InvalidConfig, match=r"with settings.json \(No such file"):
         open_run(tmp_path, USUAL, resume=True)

@@ -48,7 +48,7 @@ def test_a_run_in_which_nothing_moves_is_told_once_each_time() -> None:
 
 
 def test_progress_puts_a_stall_off_and_the_row_is_forgotten() -> None:
-    watch = StallWatch(STALL_S, 1, now=0.0)
+    watch = StallWatch(STALL_S, 2, now=0.0)
     assert watch.look(120.0, Seen()) is not None
     watch.progress(200.0)
     assert watch.look(300.0, Seen()) is None
@@ -56,14 +56,14 @@ def test_progress_puts_a_stall_off_and_the_row_is_forgotten() -> None:
     assert again is not None and again.number == 1 and not again.give_up
 
 
-def test_after_too_many_in_a_row_it_is_given_up() -> None:
-    watch = StallWatch(STALL_S, 2, now=0.0)
+def test_with_the_last_of_those_that_there_may_be_in_a_row_it_is_given_up() -> None:
+    watch = StallWatch(STALL_S, 3, now=0.0)
     stuck = Seen(live=(live(1, since_s=1000.0),))
     told = [watch.look(STALL_S * (number + 1), stuck) for number in range(3)]
-    assert [(each.give_up, each.abort) for each in told if each] == [
-        (False, ("lake/1/0.0",)),
-        (False, ("lake/1/0.0",)),
-        (True, ()),
+    assert [(each.number, each.give_up, each.abort) for each in told if each] == [
+        (1, False, ("lake/1/0.0",)),
+        (2, False, ("lake/1/0.0",)),
+        (3, True, ()),
     ]
 
 
@@ -113,7 +113,7 @@ def test_what_is_played_again_and_gets_stuck_again_does_not_begin_a_new_row() ->
         ),
         (Seen(live=(live(1),)), "the only trajectory waits for the environment of task lake in step since 130 s"),
         (
-            Seen(live=(live(1), live(2, since_s=140.0), live(3, "waiting", 90.0, "concurrency of lake"))),
+            Seen(live=(live(1), live(2, since_s=140.0), live(3, "queue", 90.0, "concurrency of lake"))),
             "2 trajectories wait for the environment of task lake in step since 140 s; "
             "1 trajectory waits for concurrency of lake since 90 s",
         ),
@@ -133,7 +133,7 @@ def test_what_is_waited_for_is_named(what: Seen, words: str) -> None:
 def test_those_who_wait_behind_others_are_stopped_only_if_nothing_else_helps() -> None:
     watch = StallWatch(STALL_S, 3, now=0.0)
     stuck = (live(1, since_s=200.0), live(2, since_s=300.0))
-    behind = (live(3, "waiting", 400.0, "concurrency of lake"), live(4, "generate", 250.0, "the slowest environment"))
+    behind = (live(3, "queue", 400.0, "concurrency of lake"), live(4, "generate", 250.0, "the slowest environment"))
     behind = (*behind, live(5, since_s=350.0, pool="cpu"))
     first = watch.look(200.0, Seen(live=(*stuck, *behind)))
     assert first is not None and first.abort == ("lake/2/0.0", "lake/1/0.0")

@@ -10,17 +10,19 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tests.rl.learners import HALF, STATE
 from tests.rl.processes import gone, leaving_nothing, until
 from tests.rl.trainers import EPISODE, SETTINGS, SIZE, batch, group, trainer_in
 
-from tangram.errors import InvalidInput, ManagerError
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.engines.base import Weights
 from tangram.rl.nn.weights import pull, versions
 from tangram.rl.trainer import TrainerDied
 from tangram.rl.trainer_process import ProcessTrainer, stripped
+from tangram.rl.training_settings import ObjectiveSettings
 
 
 def run(trainer: ProcessTrainer, test: Callable[[], Awaitable[None]]) -> None:
@@ -244,6 +246,19 @@ def test_a_learner_that_is_not_there_is_named(tmp_path: Path) -> None:
 
     async def test() -> None:
         with pytest.raises(TrainerDied, match="no attribute 'Nobody'"):
+            await trainer.start()
+
+    run(trainer, test)
+
+
+def test_settings_of_which_no_trainer_can_be_made_are_said_as_such(tmp_path: Path) -> None:
+    wrong = msgspec.structs.replace(SETTINGS, objective=ObjectiveSettings(loss="json:nothing"))
+    trainer = ProcessTrainer(wrong, SIZE, tmp_path / "published")
+
+    async def test() -> None:
+        with pytest.raises(
+            InvalidConfig, match=r"objective.loss: expected `module:name` of a function .*'json:nothing'"
+        ):
             await trainer.start()
 
     run(trainer, test)

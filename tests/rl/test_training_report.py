@@ -22,14 +22,19 @@ from tests.rl.training_lines import (
     write_lines,
 )
 
+from tangram.cli.train_summary import summary
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.rl.metrics_log import read_metrics
+from tangram.rl.pool_sums import Use
 from tangram.rl.records import Stage
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
+from tangram.rl.training_progress import TrainingProgress
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, PoolUse, TaskStep, Trained, Warmed
 from tangram.rl.training_report import write_report
 from tangram.rl.training_report_page import report_page
 from tangram.rl.training_report_run import Run, parts_of
+from tangram.rl.training_settings import TrainSettings
 from tangram.rl.trajectory_log import TrajectoryLog
+from tangram.sim.words import percent
 
 CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
 ARGS = [
@@ -73,16 +78,18 @@ def test_scores_of_the_page_are_those_of_the_evaluations(tmp_path: Path) -> None
     lines = run_lines(steps=60)
     text = written(tmp_path, lines)
     found = [line for line in lines if isinstance(line, Evaluated)]
+    warm = next(line for line in lines if isinstance(line, Warmed) and line.over)
     for task in TASKS:
         row = cells(text, "Learning curves", task)
-        assert row[1] == f"{found[0].scores[task]:.3f}", "before the first step"
-        assert row[3] == f"{found[-1].scores[task]:.3f}"
-        assert row[4] == "0.040"
-        assert row[5] == "64"
-        assert row[6] == f"{sum(line.scores[task] for line in found[-5:]) / 5:.3f}"
-        assert row[7] == f"{max(line.scores[task] for line in found[1:]):.3f}"
+        assert row[1] == f"{warm.scores[task]:.3f}", "the same as the command line says under this name"
+        assert row[3] == f"{found[0].scores[task]:.3f}", "before the first step"
+        assert row[4] == f"{found[-1].scores[task]:.3f}"
+        assert row[5] == "0.040"
+        assert row[6] == "64"
+        assert row[7] == f"{sum(line.scores[task] for line in found[-5:]) / 5:.3f}"
+        assert row[8] == f"{max(line.scores[task] for line in found[1:]):.3f}"
         reached = next(line for line in found[1:] if line.scores[task] >= 0.95 * found[-1].scores[task])
-        assert row[9] == str(reached.step)
+        assert row[10] == str(reached.step)
         shown = series(chart(text, f"Rewards of {task}"), "held-out")
         assert shown == pytest.approx([line.scores[task] for line in found], rel=1e-4)
     assert f"frozenlake {found[0].scores['frozenlake']:.2f}\u00a0→\u00a0{found[-1].scores['frozenlake']:.2f}" in text
@@ -127,7 +134,63 @@ def test_discarded_work_is_told_by_cause(tmp_path: Path) -> None:
     text = written(tmp_path, lines)
     assert cells(text, "Discarded work", "groups dropped: stale")[1] == "3"
     assert cells(text, "Discarded work", "trajectories aborted as stale")[1] == "15"
-    assert cells(text, "Discarded work", "tokens written and not trained on")[1] == "420"
+    steps = [line for line in lines if isinstance(line, Trained)]
+    batches = sum(its.trajectories * its.tokens for line in steps for its in line.tasks.values())
+    trained = sum(line.metrics["tokens"] for line in steps)
+    assert batches > trained, "some groups teach nothing"
+    rows = {name: cells(text, "Discarded work", name)[1:] for name in
+            ("tokens written", "tokens in no batch", "tokens in a batch, of groups that teach nothing")}  # fmt: skip
+    share = [percent(part / (batches + 420)).replace("\u00a0", " ") for part in (420, batches - trained)]
+    assert list(rows.values()) == [
+        [f"{batches + 420:,.0f}", ""],
+        ["420", share[0]],
+        [f"{batches - trained:,.0f}", share[1]],
+    ]
+    drawn = chart(text, "Tokens not trained on")
+    batch = batches / len(steps)
+    assert series(drawn, "in no batch")[6] == pytest.approx(140 / (batch + 140), rel=1e-4)
+    assert series(drawn, "teach nothing")[0] == pytest.approx(1.0 - trained / batches, rel=1e-4)
+
+
+def test_dropped_groups_are_told_as_at_the_end_whatever_was_given_up_meanwhile(tmp_path: Path) -> None:
+    """Steps of a lineage that was given up are not shown; what was dropped in it stays dropped."""
+    lines = run_lines(steps=21)
+    lines[-1] = msgspec.structs.replace(lines[-1], dropped_so_far={"stale": 3, "lost_lineage": 41})
+    text = written(tmp_path, lines)
+    assert cells(text, "Discarded work", "groups dropped: lost_lineage")[1] == "41"
+    told = summary(lines, TrainSettings(), tmp_path)
+    assert told["groups_dropped"] == {"stale": 3, "lost_lineage": 41}
+    view = TrainingProgress(TrainSettings(), quiet=True)
+    for line in lines:
+        view.tell(line)
+    assert view.so_far.dropped == told["groups_dropped"]
+
+
+def test_the_p99_of_a_pool_is_that_of_all_its_actions(tmp_path: Path) -> None:
+    """Of 10 steps with 100 actions of 1 s each, and one step with a single action of 60 s: it is none of the slowest
+    hundredth, though it is all of its step."""
+
+    def use(*lengths_s: float) -> PoolUse:
+        found = Use(0.0)
+        for length_s in lengths_s:
+            found.tally.add(0.0, length_s, 0.0)
+        return found.told("cpu", 0)
+
+    uses = [*(use(*[0.95] * 100) for _ in range(10)), use(60.0)]
+    pools = Run(replaced(run_lines(steps=11), uses)).pools()
+    assert pools[0].act_p99_s is not None and 0.9 < pools[0].act_p99_s <= 1.0
+    assert pools[0].act_p99_worst_s > 50.0
+    unknown = [msgspec.structs.replace(each, act_cells={}) for each in uses]
+    assert (
+        cells(written(tmp_path, replaced(run_lines(steps=11), unknown)), "Action completion time by pool", "cpu")[4]
+        == "-"
+    )
+
+
+def replaced(lines: list[AnyLine], uses: list[PoolUse]) -> list[AnyLine]:
+    """With these of a pool in its steps."""
+    left = iter(uses)
+    return [msgspec.structs.replace(line, pools=(next(left),)) if isinstance(line, Trained) else line for line in lines]
 
 
 def test_notices_are_listed_and_marked(tmp_path: Path) -> None:

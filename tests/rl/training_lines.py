@@ -78,7 +78,10 @@ def run_lines(
         if evaluate_every and step % evaluate_every == 0:
             lines.append(evaluated(step, at_s + 0.4, tasks, random_))
     if cause:
-        lines.append(Over(at_s=at_s + 1.0, step=steps, cause=cause, checkpoint=f"checkpoints/{steps:08}"))
+        dropped = {"stale": steps // 7} if steps >= 7 else {}
+        over = Over(at_s=at_s + 1.0, step=steps, cause=cause, checkpoint=f"checkpoints/{steps:08}",
+                    dropped_so_far=dropped)  # fmt: skip
+        lines.append(over)
     return lines
 
 
@@ -124,6 +127,7 @@ def trained(step: int, at_s: float, tasks: Sequence[str], alpha: int, engines: i
         },
         staleness=tuple(ages), started=BATCH + (step % 7 == 0), dropped={"stale": 1} if step % 7 == 0 else {},
         aborted=5 if step % 7 == 0 else 0, tokens_discarded=140 if step % 7 == 0 else 0, buffered=step % 4,
+        started_so_far=BATCH * step + step // 7, dropped_so_far={"stale": step // 7} if step >= 7 else {},
         in_flight=BATCH, stages={"generate": 60, "step": 30},
         pools=tuple(_pool(name, total, step_s, random_) for name, total in POOLS),
         engines=tuple(
@@ -147,7 +151,7 @@ def _metrics(step: int, count: int, random_: random.Random) -> dict[str, float]:
         "gradient_norm": 0.6 + random_.random(),
         "learning_rate": 7e-4,
         "trajectories": float(count),
-        "tokens": 40.0 * count,
+        "tokens": 36.0 * count,
         "tokens_per_s": 9000.0 + random_.uniform(0.0, 800.0),
         "overlong_share": 0.02,
     }

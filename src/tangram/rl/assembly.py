@@ -67,15 +67,14 @@ async def assembled(
     progress: Progress | None = None,
     first: Callable[[Codec, Path], Awaitable[Weights]] | None = None,
     fresh: Callable[[Episode], bool] | None = None,
+    began: float | None = None,
     barrier: bool = False,
 ) -> AsyncIterator[Assembled]:
     """`client`: where the tasks act, instead of one that is made here. `progress` is told what takes long before the
     first episode. `first` publishes the first weights in a folder, instead of those of the settings: whoever does so
-    trains them, so that engines which cannot are refused. `fresh` and `barrier`: as of a Rollout. Raises InvalidConfig
-    and ManagerError."""
-    tasks = tasks_of(settings)
-    codec = codec_of(settings, tasks)
-    require_served(settings)
+    trains them, so that engines which cannot are refused. `fresh`, `began` and `barrier`: as of a Rollout. Raises
+    InvalidConfig and ManagerError."""
+    tasks, codec = require_playable(settings)
     say = progress if progress is not None else _nothing
     async with AsyncExitStack() as stack:
         if client is None and _needs_client(settings, tasks):
@@ -88,7 +87,7 @@ async def assembled(
         folder = stack.enter_context(published_folder())
         say(0.6, "the first weights are made" if first is None else "the trainer starts")
         weights = await first(codec, folder) if first is not None else first_weights(settings, codec, folder)
-        engines = engines_of(settings)
+        engines = engines_of(settings, codec)
         gateway = Gateway(engines, affinity=affinity_of(settings), on_event=on_event)
         stack.push_async_callback(gateway.close)
         say(0.8, f"engines start: {', '.join(engine.name for engine in engines)}")
@@ -96,7 +95,9 @@ async def assembled(
         if first is not None:
             await _have_taken(weights, gateway, engines)
         rollout = await stack.enter_async_context(
-            Rollout(settings, gateway, codec, client, fresh=fresh, on_end=on_end, watch=watch, barrier=barrier)
+            Rollout(
+                settings, gateway, codec, client, fresh=fresh, on_end=on_end, watch=watch, began=began, barrier=barrier
+            )
         )
         yield Assembled(
             settings=settings, codec=codec, client=client, gateway=gateway, rollout=rollout, weights=weights,
@@ -123,7 +124,7 @@ def require_trainable_engines(engines: Sequence[Engine]) -> None:
 
 
 def require_served(settings: RolloutSettings) -> None:
-    """Raises InvalidConfig for a policy that our engines cannot load."""
+    """Raises InvalidConfig for a policy that our engines cannot load, or cannot serve as they are to."""
     checkpoint = settings.policy.checkpoint
     ours = [at for at, engine in enumerate(settings.engines) if engine.kind == "process"]
     if not checkpoint or not ours:
@@ -131,7 +132,7 @@ def require_served(settings: RolloutSettings) -> None:
     from tangram.rl.nn.checkpoint import CONFIG, read_config
 
     try:
-        read_config(Path(checkpoint) / CONFIG)
+        context_max = read_config(Path(checkpoint) / CONFIG).context_max
     except InvalidConfig as error:
         expected = (
             f'"openai", and the url of a server that serves {checkpoint}: engines of kind "process" load Llama and '
@@ -140,6 +141,10 @@ def require_served(settings: RolloutSettings) -> None:
         raise InvalidConfig(f"engines[{ours[0]}].kind", "process", expected) from error
     except ManagerError as error:
         raise InvalidConfig("policy.checkpoint", checkpoint, f"a folder with {CONFIG} ({error})") from error
+    for at in ours:
+        if settings.engines[at].context_max > context_max:
+            expected = f"at most {context_max}, the context of {checkpoint}"
+            raise InvalidConfig(f"engines[{at}].context_max", settings.engines[at].context_max, expected)
 
 
 def _needs_client(settings: RolloutSettings, tasks: Sequence[Task]) -> bool:
@@ -157,9 +162,21 @@ def _part(say: Progress) -> Progress:
     return lambda share, words: say(share / 2, words)
 
 
+def require_playable(settings: RolloutSettings) -> tuple[list[Task], Codec]:
+    """All that is seen of settings before anything is started: their tasks, and the vocabulary that these share. What
+    is seen of an environment once it is made, the Rollout sees before it plays. Raises InvalidConfig."""
+    tasks = tasks_of(settings)
+    codec = codec_of(settings, tasks)
+    require_served(settings)
+    return tasks, codec
+
+
 def tasks_of(settings: RolloutSettings) -> list[Task]:
     if not settings.tasks:
         raise InvalidConfig("tasks", settings.tasks, "at least one task to be played: [[tasks]] with a name")
+    names = [task.name for task in settings.tasks]
+    if len(set(names)) < len(names):
+        raise InvalidConfig("tasks.name", names, "a name of its own for each table [[tasks]]")
     return [resolve(task.environment or task.name) for task in settings.tasks]
 
 
@@ -205,15 +222,27 @@ async def connection(
     )
 
 
-def engines_of(settings: RolloutSettings) -> list[Engine]:
+def engines_of(settings: RolloutSettings, codec: Codec) -> list[Engine]:
+    vocabulary = _vocabulary(settings, codec)
     return [
-        _engine(each, number, settings.sampling.temperature)
+        _engine(each, number, settings.sampling.temperature, vocabulary)
         for each in settings.engines
         for number in range(each.count)
     ]
 
 
-def _engine(settings: EngineSettings, number: int, temperature: float) -> Engine:
+def _vocabulary(settings: RolloutSettings, codec: Codec) -> int | None:
+    """None: there is no checkpoint, so that a server begins with a model of its own, or it does not say it, as those
+    of kinds that only servers load may not."""
+    if not settings.policy.checkpoint:
+        return None
+    try:
+        return vocabulary_of(settings, codec)
+    except InvalidConfig:
+        return None
+
+
+def _engine(settings: EngineSettings, number: int, temperature: float, vocabulary: int | None) -> Engine:
     if settings.kind == "process":
         from tangram.rl.engines.process import ProcessEngine
 
@@ -226,7 +255,13 @@ def _engine(settings: EngineSettings, number: int, temperature: float) -> Engine
         if not key:
             raise InvalidConfig("engines.key_variable", settings.key_variable, "an environment variable that is set")
     return OpenAIEngine(
-        settings, number, dialect=settings.dialect, model=settings.model, key=key, temperature=temperature
+        settings,
+        number,
+        dialect=settings.dialect,
+        model=settings.model,
+        key=key,
+        temperature=temperature,
+        vocabulary=vocabulary,
     )
 
 

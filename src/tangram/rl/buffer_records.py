@@ -9,6 +9,8 @@ from tangram.rl.records import Group, Ticket
 
 STALE, FULL, LOST_LINEAGE = "stale", "full", "lost_lineage"
 """Why the buffer itself drops a group: too old for the next step; no room; sampled by weights that are no more."""
+LEFT_BEHIND, FAILED = "left_behind", "failed"
+"""Why a group ends without members, besides being too old: its batch was enough without it; it could not be played."""
 
 
 def number_of(group_id: str) -> int:

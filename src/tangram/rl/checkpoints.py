@@ -153,7 +153,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for name, file in told.items():
             found = _look(path / name)
             if found != file:
-                raise DamagedCheckpoint(path, f"{name} is not what was written (expected {file}, got {found})")
+                raise DamagedCheckpoint(path, f"{name} is not what was written: {_apart(file, found)}")
         content = (path / STATE).read_bytes()
         if STATE not in told:
             raise DamagedCheckpoint(path, f"{WHOLE} does not name {STATE}")
@@ -180,6 +180,12 @@ def _look(path: Path) -> _File:
             crc32 = zlib.crc32(content, crc32)
             size += len(content)
     return _File(size=size, crc32=crc32)
+
+
+def _apart(written: _File, found: _File) -> str:
+    if found.size != written.size:
+        return f"it has {found.size:,} bytes instead of {written.size:,}"
+    return f"its {found.size:,} bytes are others (CRC-32 {found.crc32:08x} instead of {written.crc32:08x})"
 
 
 def _files_in(folder: Path) -> list[Path]:

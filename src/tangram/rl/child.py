@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tangram.core.demand import CORE
-from tangram.errors import ManagerError
+from tangram.errors import InvalidInput, ManagerError
 from tangram.managers.capture import Capture
 from tangram.managers.process_tree import SIGNAL_EXIT_BASE, Child
 from tangram.managers.streams import Stream
@@ -46,7 +46,7 @@ class ChildLife(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._answer_by_ask: dict[int, asyncio.Future[Any]] = {}
         """Of questions that are not answered yet, by their number."""
-        self._refusal: ManagerError | None = None
+        self._refusal: ManagerError | InvalidInput | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._disconnected: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
@@ -99,7 +99,8 @@ class ChildLife(asyncio.Protocol):
         return self._process is not None and self._ending is None
 
     async def start(self, program: str, threads: int, hello: msgspec.Struct) -> None:
-        """The module `program` runs, was greeted and is ready. Raises ManagerError, and has left nothing."""
+        """The module `program` runs, was greeted and is ready. Raises ManagerError, and InvalidInput if that is what it
+        was refused for; and has left nothing."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -115,7 +116,7 @@ class ChildLife(asyncio.Protocol):
             await self.end("it did not get ready")
             if isinstance(error, TimeoutError):
                 error = ManagerError(f"it was not ready after {START_S_MAX:.0f} s")
-            if self._refusal is not None and error is self._refusal:
+            if isinstance(self._refusal, ManagerError) and error is self._refusal:
                 reason = f"{self._title} cannot be started: {error}{self._last_words()}"
                 raise ManagerError(reason, retry=self._refusal.retry) from error
             if isinstance(error, ManagerError | OSError):
@@ -145,12 +146,12 @@ class ChildLife(asyncio.Protocol):
     def now_ready(self) -> None:
         _settle(self._ready)
 
-    def refused(self, error: ManagerError) -> None:
+    def refused(self, error: ManagerError | InvalidInput) -> None:
         """It says itself that it cannot get ready."""
         self._refusal = error
         self._never_ready(error)
 
-    def _never_ready(self, error: ManagerError) -> None:
+    def _never_ready(self, error: ManagerError | InvalidInput) -> None:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # perhaps nobody waits for it any more

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
-from tangram.rl.engines.base import Generation, Noise, Request
+from tangram.rl.engines.base import Generation, Noise, Request, RequestRefused
 from tangram.rl.environments.base import Environment, Step, metrics_of, number_of, step_of
-from tangram.rl.environments.calls import Exited, begun
+from tangram.rl.environments.calls import LEAVES, Exited, begun
 from tangram.rl.gateway_records import RequestGivenUp
 from tangram.rl.house import Arena, House
 from tangram.rl.records import STOPPED, Ending, Span, Stage, Ticket, Trajectory, Turn
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 BACKOFF_S_MAX = 30.0
 """Between two tries, however many there are."""
-WAITING = "waiting"
+WAITING = "queue"
 """The stage of those that have no place yet."""
 CAUSE_LENGTH_MAX = 500
 """Of what environments and rewards say of their failures; they may say anything."""
@@ -179,7 +179,7 @@ class Episode:
         except _Stopped:
             assert self._stopped is not None
             end = self._stopped
-        except RequestGivenUp as error:
+        except (RequestGivenUp, RequestRefused) as error:
             self.given_up = True
             end = _End(Ending.CANCELLED, _words(error))
         except asyncio.CancelledError as error:
@@ -264,7 +264,8 @@ class Episode:
             if room < 1:
                 self._cut = f"it used up its context of {self._house.context_max} tokens"
                 if not self.turns:
-                    raise EnvironmentFailed(f"the first observation leaves no room: {self._cut}", retry=False)
+                    said = f"the first observation, of {len(self._heard)} tokens, leaves no room"
+                    raise EnvironmentFailed(f"{said}: {self._cut}; raise context_max of the engines", retry=False)
                 return
             step = await self._turn(room)
             self._total += step.reward
@@ -327,7 +328,7 @@ class Episode:
                 self._house.barrier.join(self.id)
             try:
                 self._environment = arena.make(self._outside, **settings.options)
-            except (Exception, SystemExit) as error:
+            except (Exception, *LEAVES) as error:
                 raise EnvironmentFailed(f"no environment: {_words(error)}") from error
             observation = await self._asked("reset", settings.reset_timeout_s, self._environment.reset, self._seed)
             if not isinstance(observation, str):

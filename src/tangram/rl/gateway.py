@@ -25,7 +25,15 @@ from typing import NamedTuple
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.affinity import ANY, Binding, bind, compatible, first_choice, resolved, wanted
-from tangram.rl.engines.base import Engine, EngineDied, EngineStatistics, Generation, Request, Weights
+from tangram.rl.engines.base import (
+    Engine,
+    EngineDied,
+    EngineStatistics,
+    Generation,
+    Request,
+    RequestRefused,
+    Weights,
+)
 from tangram.rl.engines.openai import Unreachable
 from tangram.rl.gateway_records import (
     CameBack,
@@ -168,7 +176,8 @@ class Gateway:
     # ---- requests ----
 
     async def generate(self, request: Request) -> Generation:
-        """Raises InvalidInput, NoEngine and RequestGivenUp. Cancelled, it aborts the request in its engine."""
+        """Raises InvalidInput, NoEngine, RequestGivenUp and RequestRefused. Cancelled, it aborts the request in its
+        engine."""
         self._require_open()
         if request.id in self._inside:
             raise InvalidInput("id", request.id, "a request that is not being served already")
@@ -179,8 +188,11 @@ class Gateway:
         except asyncio.CancelledError:
             self._counts["cancelled"] += 1
             raise
-        except BaseException:
+        except BaseException as error:
             self._counts["failed"] += 1
+            if isinstance(error, RequestGivenUp | RequestRefused):
+                now_s = asyncio.get_running_loop().time()
+                self._tell(RequestDropped(at_s=now_s, request=request.id, reason=str(error)))
             raise
         finally:
             self._inside.discard(request.id)
@@ -269,9 +281,7 @@ class Gateway:
         for visited, its_life in visits:
             visited.forgive(its_life)
         names = tuple(visited.name for visited, _ in visits)
-        error = RequestGivenUp(request.id, len(visits), names, last)
-        self._tell(RequestDropped(at_s=asyncio.get_running_loop().time(), request=request.id, reason=str(error)))
-        raise error
+        raise RequestGivenUp(request.id, len(visits), names, last)
 
     # ---- routing ----
 

@@ -128,7 +128,7 @@ class RequestResumed(Happening, frozen=True, kw_only=True, tag=True):
 
 
 class RequestDropped(Happening, frozen=True, kw_only=True, tag=True):
-    """It was given up: see RequestGivenUp."""
+    """It was given up, or its engine does not take it: see RequestGivenUp and RequestRefused."""
 
     request: str
     reason: str

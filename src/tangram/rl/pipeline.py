@@ -49,18 +49,20 @@ async def train(
     folder: Path,
     *,
     resume: bool = False,
+    modules: tuple[str, ...] = (),
     tell: Callable[[AnyLine], None] | None = None,
     client: Client | None = None,
     progress: Progress | None = None,
     watch: Watches | None = None,
 ) -> Over:
-    """Trains a policy, from the beginning or from the last checkpoint of the folder, until its steps are done. `tell`
-    is given each line of its metrics, `watch` what happens in its rollout, `progress` what takes long before the first
+    """Trains a policy, from the beginning or from the last checkpoint of the folder, until its steps are done.
+    `modules`: folders in which environments of one's own are looked for, kept for those who play it later. `tell` is
+    given each line of its metrics, `watch` what happens in its rollout, `progress` what takes long before the first
     step. Cancelled, it finishes the step that is under way, saves it and raises CancelledError; in a warm start, of
     which nothing is saved, and if it is cancelled again, it does so at once. Raises InvalidConfig, and ManagerError for
     what cannot go on; what was reached is saved then, as far as it can be."""
     require_trainable(settings)
-    with open_run(folder, settings, resume=resume) as run, MetricsLog(folder, resume=resume) as log:
+    with open_run(folder, settings, resume=resume, modules=modules) as run, MetricsLog(folder, resume=resume) as log:
 
         def both(line: AnyLine) -> None:
             log.tell(line)
@@ -79,6 +81,7 @@ def require_trainable(settings: TrainSettings) -> None:
     Sampling(
         temperature=drawn.temperature, top_k=drawn.top_k, top_p=drawn.top_p, keep_ids=drawn.keep_ids
     ).require_trainable()
+    settings.require_differences()
     require_served(settings)
 
 
@@ -166,7 +169,7 @@ def bounds_of(settings: TrainSettings) -> dict[str, Any]:
     return dict(
         batch=schedule.batch,
         alpha=schedule.alpha,
-        enforced=schedule.mode != "start-bound",
+        enforced=schedule.bounds_age,
         bytes_max=schedule.buffer_bytes,
         batch_min=schedule.batch_min,
         wait_s=schedule.batch_wait_s,

@@ -41,6 +41,7 @@ class Use:
             actions=tally.count,
             act_mean_s=act.mean_s,
             act_p99_s=act.p99_s,
+            act_cells=dict(sorted(tally.cells.items())),
             waiting_mean_s=tally.waiting_s / tally.count if tally.count else 0.0,
             held_unit_s=held,
             reserved_unit_s=max(reserved, held),  # sums of fractions are not exact

@@ -98,7 +98,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
         work = self.work
         each = max(1, work.trajectories)
         return (
-            f"{self.task}: {self.hardware}, {self.ratio:.2f}x at equal cost "
+            f"{self.task}: {self.hardware}, {_shown(self.ratio)}x at equal cost "
             f"(reads {work.needed / each:.0f} and writes {work.decoded / each:.0f} tokens per trajectory in "
             f"{work.turns / each:.1f} turns; {work.prefill_share:.0%} of its engine time was reading); {self.note}"
         )
@@ -187,6 +187,15 @@ def _doubts(trajectories: int, ratio: float, agreement: float) -> Iterable[str]:
         yield f"the classes differ by less than {RATIO_CLEAR:g}x"
     if agreement < AGREEMENT_CLEAR:
         yield f"only {agreement:.0%} of the trajectories speak for it"
+
+
+def _shown(ratio: float) -> str:
+    """With as many digits as tell it from the limit by which it is judged."""
+    for digits in range(2, 9):
+        shown = f"{ratio:.{digits}f}"
+        if (float(shown) < RATIO_CLEAR) == (ratio < RATIO_CLEAR):
+            break
+    return shown
 
 
 def _told_again(work: Work) -> str:

@@ -19,21 +19,18 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from tangram.rl.buffer_records import FULL, LOST_LINEAGE, STALE, BufferState, Waiting, number_of
+from tangram.rl.buffer_records import LOST_LINEAGE, BufferState, Waiting, number_of
 from tangram.rl.checkpoints import Checkpoint, RunState
 from tangram.rl.number_ranges import NumberRanges
 from tangram.rl.records import Group
 from tangram.rl.sample_log import Entry, Logs, Put
-
-FAILED = "failed"
-"""The cause under which all is counted that is not dropped by a buffer itself: why it failed is said in words."""
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     buffer: BufferState
     """To be restored. What is in flight in it is to be played anew."""
     dropped: dict[str, str]
-    """By id, the cause in words: groups that will not be trained on, and were not settled at the checkpoint."""
+    """By id, the cause as it is counted: groups that will not be trained on, and were not settled at the checkpoint."""
     text: str
     """All of this in words, with what could not be read."""
 
@@ -67,7 +64,7 @@ def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
             waiting=waiting,
             in_flight=again,
             dropped=dropped_before.ranges,
-            dropped_by_cause=dict(Counter(buffer.dropped_by_cause) + _counted(dropped)),
+            dropped_by_cause=dict(Counter(buffer.dropped_by_cause) + Counter(dropped.values())),
             trajectories_discarded=buffer.trajectories_discarded + len(discarded),
             tokens_discarded=buffer.tokens_discarded + sum(len(each.logprobs) for each in discarded),
         ),
@@ -82,12 +79,8 @@ def _waiting(group: Group, version: int) -> Waiting:
     return Waiting(group=group, version=version if first is None else first, since=math.inf)
 
 
-def _counted(dropped: Mapping[str, str]) -> Counter[str]:
-    return Counter(cause if cause in (STALE, FULL, LOST_LINEAGE) else FAILED for cause in dropped.values())
-
-
 def _text(state: RunState, waiting: int, again: int, dropped: Mapping[str, str]) -> str:
-    lost = ", ".join(f"{number} dropped since ({cause})" for cause, number in sorted(_counted(dropped).items()))
+    lost = ", ".join(f"{number} dropped since ({cause})" for cause, number in sorted(Counter(dropped.values()).items()))
     return (
         f"from step {state.step}, version {state.version}: {waiting} groups wait to be trained on, "
         f"{again} that were in play are played anew, {lost or 'none dropped'}"

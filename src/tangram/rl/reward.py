@@ -152,6 +152,11 @@ def make_reward(settings: RewardSettings, client: Client | None) -> Reward:
     if client is None:
         raise InvalidConfig("reward.kind", settings.kind, "a client, as tangram.connect() gives one, or 'environment'")
     scorer = _function_of(settings) if settings.function else None
+    if settings.service:
+        try:
+            client.require_service(settings.service)
+        except InvalidInput as error:
+            raise InvalidConfig("reward.service", error.value, error.expected) from error
     if settings.kind == "command":
         return CommandReward(settings, client, scorer)
     if settings.kind == "model":
@@ -168,6 +173,12 @@ def settings_for(task: object, settings: RewardSettings) -> RewardSettings:
         return settings
     usual: RewardSettings = getattr(task, "usual_reward", RewardSettings(kind="environment"))
     return msgspec.structs.replace(usual, timeout_s=settings.timeout_s, retries=settings.retries)
+
+
+def missing_for(reward: Reward, environment: Environment) -> str:
+    """What such a reward needs of this environment and does not find; nothing, if it can be had."""
+    missing: str = getattr(reward, "missing", lambda _: "")(environment)
+    return missing
 
 
 # ---- the kinds --------------------------------------------------------------------------------------------------
@@ -261,8 +272,7 @@ class CommandReward(_Asking):
     async def _ask(self, played: Played, attempt: int) -> Score:
         environment = played.environment
         if not isinstance(environment, Decided):
-            said = f"{type(environment).__name__} has no `async def verdict(self, timeout_s)`"
-            raise RewardFailed(f"kind = 'command' needs an environment that runs one: {said}")
+            raise RewardFailed(self.missing(environment))
         verdict = await environment.verdict(self._settings.timeout_s)
         status = verdict.status
         if status not in (Status.SUCCEEDED, Status.TIMED_OUT):
@@ -277,6 +287,12 @@ class CommandReward(_Asking):
         made = await self._call(played.transcript() | {"answer": answer}, played, attempt)
         return Score(value=made.value, metrics=metrics, waiting_s=waiting_s + made.waiting_s, waited_for=waited_for)
 
+    def missing(self, environment: Environment) -> str:
+        if isinstance(environment, Decided):
+            return ""
+        said = f"{type(environment).__name__} has no `async def verdict(self, timeout_s)`"
+        return f"kind = 'command' needs an environment that runs one: {said}"
+
     def _whom(self, played: Played) -> str:
         return f"the command of {played.task}"
 
@@ -287,8 +303,7 @@ class ModelReward(_Asking):
     async def _ask(self, played: Played, attempt: int) -> Score:
         environment, settings = played.environment, self._settings
         if not isinstance(environment, Judged):
-            said = f"{type(environment).__name__} has no `def evidence(self)`"
-            raise RewardFailed(f"kind = 'model' needs an environment that says what to ask it: {said}")
+            raise RewardFailed(self.missing(environment))
         payload = environment.evidence()
         if payload is None:
             return Score(value=0.0)
@@ -298,6 +313,12 @@ class ModelReward(_Asking):
             return Score(value=number_of(scored, waited_for), waiting_s=waiting_s, waited_for=waited_for)
         made = await self._call(played.transcript() | {"answer": answer}, played, attempt)
         return Score(value=made.value, waiting_s=waiting_s + made.waiting_s, waited_for=waited_for)
+
+    def missing(self, environment: Environment) -> str:
+        if isinstance(environment, Judged):
+            return ""
+        said = f"{type(environment).__name__} has no `def evidence(self)`"
+        return f"kind = 'model' needs an environment that says what to ask it: {said}"
 
     def _whom(self, played: Played) -> str:
         return f"service {self._settings.service}"

@@ -31,13 +31,14 @@ from tangram.rl.closings import Closings
 from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Sampling
 from tangram.rl.environments.base import Outside, Task
+from tangram.rl.environments.calls import LEAVES
 from tangram.rl.environments.registry import path_of, resolve
 from tangram.rl.environments.sharing import prepared
 from tangram.rl.episode import WAITING, Episode
 from tangram.rl.flight import Flight
 from tangram.rl.house import Arena, Generates, House, Slots
 from tangram.rl.records import STOPPED, Ending, Group, Stage, Ticket, Trajectory
-from tangram.rl.reward import Reward, make_reward, settings_for
+from tangram.rl.reward import Reward, make_reward, missing_for, settings_for
 from tangram.rl.settings import RolloutSettings, TaskSettings
 from tangram.rl.turn_barrier import TurnBarrier
 
@@ -132,11 +133,13 @@ class Rollout:
         on_end: Callable[[Trajectory], None] | None = None,
         watch: Watches | None = None,
         clock: Clock | None = None,
+        began: float | None = None,
         rewards: Mapping[str, Reward] | None = None,
         barrier: bool = False,
     ) -> None:
         """`fresh`: whether what was begun so is still wanted, asked before each turn and after each generation.
-        `on_end`: told every trajectory that ends, once. `watch`: told of that and of all else that happens.
+        `on_end`: told every trajectory that ends, once. `watch`: told of that and of all else that happens. `began`: by
+        the clock, from when all times are counted; from now, if it is not said.
         `rewards`: of tasks, in place of those of their settings. `barrier`: all episodes wait for each other at each
         turn, as a rollout in batches of turns does."""
         self.settings = settings
@@ -150,7 +153,7 @@ class Rollout:
             codec=codec,
             context_max=min(engine.context_max for engine in settings.engines),
             clock=clock,
-            began=clock.now(),
+            began=clock.now() if began is None else began,
             closings=Closings(),
             barrier=TurnBarrier() if barrier else None,
             fresh=self._wanted,
@@ -203,7 +206,8 @@ class Rollout:
             raise InvalidConfig("tasks", settings.name, "a name for each task of its own")
         drawn = self.settings.sampling
         outside = Outside(client=self._client, run=self.settings.run)
-        self._try_options(settings, task, outside)
+        reward = self._rewards.get(settings.name) or self._reward(settings, task)
+        self._try_environment(settings, task, outside, reward)
         self._counts[settings.name] = {}
         self._endings[settings.name] = {}
         return Arena(
@@ -217,23 +221,42 @@ class Rollout:
                 top_p=drawn.top_p,
                 keep_ids=drawn.keep_ids,
             ),
-            reward=self._rewards.get(settings.name) or make_reward(settings_for(task, settings.reward), self._client),
+            reward=reward,
             # Whoever is ahead under a barrier would wait for a place, and those who have it for him.
             slots=Slots(settings.concurrency, 0 if self._house.barrier is not None else settings.reset_ahead),
         )
 
-    def _try_options(self, settings: TaskSettings, task: Task, outside: Outside) -> None:
-        """Makes an environment, as what is wrong with its options is wrong each time. Raises InvalidConfig. What else
-        it raises may be over when it is played."""
+    def _reward(self, settings: TaskSettings, task: Task) -> Reward:
+        """Raises InvalidConfig."""
+        try:
+            return make_reward(settings_for(task, settings.reward), self._client)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"tasks.{settings.name}.{error.field}", error.value, error.expected) from error
+
+    def _try_environment(self, settings: TaskSettings, task: Task, outside: Outside, reward: Reward) -> None:
+        """Makes an environment, as what is wrong with its options, with what its reward needs of it or with the room
+        for its actions is wrong each time. Raises InvalidConfig. What else it raises may be over when it is played."""
         own = f"{settings.name}/options"
         try:
             environment = task(msgspec.structs.replace(outside, trajectory=own), **settings.options)
         except (TypeError, ValueError, InvalidInput) as error:
             expected = f"options that {path_of(task)} can be made with ({error})"
             raise InvalidConfig(f"options of task {settings.name}", settings.options, expected) from error
-        except (Exception, SystemExit):
+        except (Exception, *LEAVES):
             return
         self._house.closings.close(environment, own)
+        missing = missing_for(reward, environment)
+        if missing:
+            kind = settings_for(task, settings.reward).kind
+            expected = f"a kind that {path_of(task)} can be rewarded by: {missing}"
+            raise InvalidConfig(f"tasks.{settings.name}.reward.kind", kind, expected)
+        tokens_max: int = settings.tokens_max or getattr(environment, "tokens_max", None) or task.tokens_max
+        if tokens_max >= self._house.context_max:
+            expected = (
+                f"more than tokens_max of task {settings.name}, which is {tokens_max}: an action has to fit, and what "
+                "is read before it"
+            )
+            raise InvalidConfig("engines.context_max", self._house.context_max, expected)
 
     # ---- playing ----
 

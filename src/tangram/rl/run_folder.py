@@ -2,13 +2,15 @@
 
     RUN/owner                  locked by the process that trains
     RUN/settings.json          of the run
+    RUN/modules.json           folders in which environments of one's own are looked for
     RUN/metrics.jsonl          a line of every step
     RUN/checkpoints/00000040/  see checkpoints.py
     RUN/samples/00000040.log   see sample_log.py
     RUN/report.html  RUN/tensorboard/
 
 Owns these names. Never trains. Promises that one process at a time works in a folder, that no run is begun on top of
-another, and that a run is gone on with only under settings that leave what is saved its meaning.
+another, and that a run is gone on with only under settings that leave what is saved its meaning: all may be different
+as long as nothing is.
 
     with open_run(path, settings, resume=True) as folder:
         found = folder.latest()
@@ -33,22 +35,24 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl import checkpoints
 from tangram.rl.checkpoints import Checkpoint, DamagedCheckpoint, folder_name, read_checkpoint, steps_in
 from tangram.rl.sample_log import Logs, SampleLog, join_after, prune_logs, read_after
-from tangram.rl.settings_change import allowed_changes
+from tangram.rl.settings_change import allowed_changes, changes
 from tangram.rl.training_settings import TrainSettings
 from tangram.rl.whole_folder import sweep, sync, whole_folder
 from tangram.service.orchestrator import undisturbed
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
-REPORT, TENSORBOARD = "report.html", "tensorboard"
+MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"
 
 
-def open_run(path: Path | str, settings: TrainSettings, *, resume: bool) -> RunFolder:
-    """A folder for a new run, or with `resume` that of one to be gone on with. Raises InvalidConfig: it holds a run
+def open_run(path: Path | str, settings: TrainSettings, *, resume: bool, modules: tuple[str, ...] = ()) -> RunFolder:
+    """A folder for a new run, or with `resume` that of one to be gone on with. `modules`: see `read_modules`; those of
+    before stay, if there are none. Raises InvalidConfig: it holds a run
     already, or none; somebody else trains in it; the settings do not fit what is saved. ManagerError, if it cannot be
     written."""
     path = Path(path).absolute()
     if resume and not _holds_run(path):
         raise InvalidConfig("folder", str(path), "the folder of a run, to resume it: there is none; start without it")
+    _require_not_foreign(path)
     with ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -60,9 +64,11 @@ def open_run(path: Path | str, settings: TrainSettings, *, resume: bool) -> RunF
                     str(path),
                     "a new folder: this one holds a run; go on with it by --resume, or name another",
                 )
-            changed = allowed_changes(read_settings(path), settings) if resume else ()
+            changed = _changes(path, settings) if resume else ()
             if changed or not resume:
                 _write_whole(path / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=2))
+            if modules:
+                _write_whole(path / MODULES, msgspec.json.encode(modules))
             for folder in (path / CHECKPOINTS, path / SAMPLES):
                 folder.mkdir(exist_ok=True)
             sweep(path / CHECKPOINTS)
@@ -81,6 +87,18 @@ def read_settings(path: Path | str) -> TrainSettings:
         raise InvalidConfig("folder", str(path), f"the folder of a run, with {SETTINGS} ({error.strerror})") from error
     except (msgspec.MsgspecError, InvalidInput) as error:
         raise InvalidConfig(str(file), "", f"the settings of a run ({error})") from error
+
+
+def read_modules(path: Path | str) -> tuple[str, ...]:
+    """Folders in which the environments of a run are looked for, besides where Python looks; none, if nobody said.
+    Raises InvalidConfig."""
+    file = Path(path) / MODULES
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=tuple[str, ...])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidConfig(str(file), "", f"a list of folders ({error})") from error
 
 
 class RunFolder:
@@ -182,8 +200,28 @@ class RunFolder:
         return SampleLog(self.samples, checkpoint.step)
 
 
+def _changes(path: Path, settings: TrainSettings) -> tuple[str, ...]:
+    """What is different from the settings of the run, in words. Raises InvalidConfig for what may not be, now that
+    there is a checkpoint."""
+    before = read_settings(path)
+    if steps_in(path / CHECKPOINTS):
+        return allowed_changes(before, settings)
+    return tuple(map(str, changes(before, settings)))
+
+
 def _holds_run(path: Path) -> bool:
-    return any((path / name).exists() for name in (SETTINGS, METRICS, CHECKPOINTS, SAMPLES))
+    return any((path / name).exists() for name in (SETTINGS, METRICS))
+
+
+def _require_not_foreign(path: Path) -> None:
+    """Raises InvalidConfig for folders of somebody else that bear the names of ours: runs sweep and prune theirs."""
+    foreign = [name for name in (CHECKPOINTS, SAMPLES) if (path / name).exists()]
+    if foreign and not _holds_run(path):
+        expected = (
+            f"a folder without {' and '.join(foreign)} of others: there is no {SETTINGS} beside them, so they are of "
+            "no run; move them away, or name another folder"
+        )
+        raise InvalidConfig("folder", str(path), expected)
 
 
 def _lock(path: Path) -> int:

@@ -49,6 +49,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, tag="lost"):
 
     id: str
     cause: str
+    """As it is counted."""
 
 
 Entry = Put | Lost

@@ -30,6 +30,8 @@ Dialect = Literal["vllm", "sglang", "plain"]
 Backend = Literal["sandbox", "process", "docker"]
 
 
+CONTEXT_MAX = 1 << 20
+"""Tokens of any model of ours: the angles of all positions are held in memory."""
 TEMPERATURE = number("a number from 0 to 100", zero=True, most=100.0)
 SHARE = number("more than 0, at most 1", most=1.0)
 POSITIVE = number("a number above 0")
@@ -54,6 +56,9 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     """Of a server: the model to ask for; the first that it has, if it is not said."""
     key_variable: valid.Text = ""
     """Of a server: the environment variable that holds its key."""
+    silent_s_max: valid.Seconds = 120.0
+    """Of a server: one that says nothing for so long while it serves a request counts as dead. One of dialect `sglang`
+    says nothing before its answer is whole."""
     slots: valid.Count = 16
     """Requests that are served at once."""
     sessions: valid.CountOr0 = 128
@@ -75,6 +80,8 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     def together(self) -> None:
         if (self.kind == "openai") != bool(self.url):
             raise InvalidConfig("url", self.url, 'an address for kind = "openai", and none for others')
+        if self.kind == "process" and self.context_max > CONTEXT_MAX:
+            raise InvalidConfig("context_max", self.context_max, f"at most {CONTEXT_MAX}")
 
 
 class RewardSettings(Table, frozen=True, kw_only=True):
@@ -164,7 +171,8 @@ class PolicySettings(Table, frozen=True, kw_only=True):
     """The model that plays."""
 
     checkpoint: valid.PathOrNone = ""
-    """A folder: our own, or a Hugging Face one of the Llama or Qwen2 kind. None: a new one of these sizes."""
+    """A folder: our own, or a Hugging Face one; our own engines play those of the Llama or Qwen2 kind, other kinds want
+    a server that does. None: a new one of these sizes."""
     layers: valid.Count = 2
     """Of a new one."""
     width: valid.Count = 64
@@ -173,6 +181,15 @@ class PolicySettings(Table, frozen=True, kw_only=True):
     """Of a new one."""
     seed: valid.CountOr0 = 0
     """Of the first weights."""
+
+    def together(self) -> None:
+        if self.checkpoint:
+            return  # which has its own sizes
+        if self.width % self.heads:
+            raise InvalidConfig("heads", self.heads, f"a divisor of width, which is {self.width}")
+        if self.width // self.heads % 2:
+            expected = f"one that has an even part of width, which is {self.width}, for each: positions turn pairs"
+            raise InvalidConfig("heads", self.heads, expected)
 
 
 class SamplingSettings(Table, frozen=True, kw_only=True):

@@ -76,7 +76,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     abort: tuple[str, ...] = ()
     """Trajectories to be stopped and played again."""
     give_up: bool = False
-    """There have been too many in a row."""
+    """It is the last of those that there may be in a row."""
 
 
 class _Cause(NamedTuple):
@@ -114,7 +114,7 @@ class StallWatch:
         self._told_at = now
         self._row += 1
         for_s = now - self._moved_at
-        give_up = self._row > self._stalls_max
+        give_up = self._row >= self._stalls_max
         return Stall(
             for_s=for_s,
             number=self._row,

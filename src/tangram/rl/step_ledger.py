@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tangram.rl.buffer import Dropped
-from tangram.rl.buffer_records import STALE, number_of
+from tangram.rl.buffer_records import FAILED, LEFT_BEHIND, STALE, number_of
 from tangram.rl.engines.base import EngineStatistics
 from tangram.rl.gateway_records import EngineUpdated
 from tangram.rl.records import Ending, Group, Trajectory
 from tangram.rl.training_records import Batch, EngineUse, PoolUse, Stepped, TaskStep, Trained
 
-LEFT_BEHIND = "left_behind"
 LEFT_BEHIND_CAUSE = "the batch was enough without it, and it is too old for the next one"
 
 
@@ -76,13 +75,14 @@ class StepLedger:
         *,
         now_s: float,
         started: int,
+        dropped: Mapping[str, int],
         buffered: int,
         in_flight: int,
         stages: Mapping[str, int],
         pools: tuple[PoolUse, ...],
         engines: Iterable[EngineStatistics],
     ) -> Trained:
-        """The step is done; what comes belongs to the next. `started`: groups, ever."""
+        """The step is done; what comes belongs to the next. `started`, `dropped`: groups, ever."""
         step_s = now_s - self._began_s
         made = Trained(
             at_s=now_s,
@@ -103,6 +103,8 @@ class StepLedger:
             dropped=dict(self._dropped),
             aborted=self._aborted,
             tokens_discarded=self._discarded,
+            started_so_far=started,
+            dropped_so_far=dict(dropped),
             buffered=buffered,
             in_flight=in_flight,
             stages=dict(stages),
@@ -138,7 +140,7 @@ def lost_by(group: Group) -> str:
     """Why it has no members, as it is counted."""
     if any(each.ending is Ending.STALE for each in group.left_out):
         return STALE
-    return LEFT_BEHIND if any(each.cause == LEFT_BEHIND_CAUSE for each in group.left_out) else "failed"
+    return LEFT_BEHIND if any(each.cause == LEFT_BEHIND_CAUSE for each in group.left_out) else FAILED
 
 
 def written(trajectories: Iterable[Trajectory]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tangram.errors import InvalidConfig
+from tangram.errors import InvalidConfig, ManagerError
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for an answer where a template is asked what follows one. No template puts it there itself."""
@@ -66,8 +66,11 @@ class TextCodec:
         self._chats = bool(self._tokenizer.chat_template)
 
     def save(self, folder: Path) -> None:
-        """As it was read."""
-        self._tokenizer.save_pretrained(str(folder))
+        """As it was read. Raises ManagerError."""
+        try:
+            self._tokenizer.save_pretrained(str(folder))
+        except Exception as error:  # tokenizers raises a bare one for a disk that is full
+            raise ManagerError(f"the tokenizer cannot be written to {folder}: {error}") from error
 
     def observation(self, text: str, *, first: bool, cut: bool = False) -> tuple[int, ...]:
         return self._ids(self._rendered(text, first=first, cut=cut), marks=first and not self._chats)

@@ -26,7 +26,7 @@ class Trainer(Protocol):
     async def start(self, checkpoint: Path | None = None) -> Weights:
         """Ready, with the weights of a checkpoint (as `save` wrote it; its version goes on) or with the first ones,
         version 0. They are published, and what was published of later versions is gone. Also after it died. Raises
-        TrainerDied and ManagerError."""
+        TrainerDied and ManagerError, and InvalidConfig for settings of which it cannot be made."""
         ...
 
     async def imitate(self, episodes: Sequence[Demonstration]) -> float:

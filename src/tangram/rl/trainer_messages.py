@@ -23,7 +23,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Hello(Command, frozen=True, kw_only=True):
     """The first one. It is answered by Ready when the trainer has its weights and has published them, or by
-    NotReady."""
+    NotReady or Refused."""
 
     settings: TrainSettings
     vocabulary: int
@@ -102,7 +102,8 @@ class Saved(Answer, frozen=True, kw_only=True):
 
 
 class Refused(Answer, frozen=True, kw_only=True):
-    """What came cannot be used, and nothing has changed. The words are those of InvalidInput."""
+    """What came cannot be used, and nothing has changed; of Hello, the settings. The words are those of
+    InvalidInput."""
 
     field: str
     value: str

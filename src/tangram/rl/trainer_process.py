@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tangram.errors import InvalidInput, ManagerError
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl import trainer_messages as messages
 from tangram.rl.assembly import tasks_of
 from tangram.rl.child import BEATS_PER_HANG, ChildLife
@@ -174,6 +174,8 @@ class _Child(ChildLife):
                 self.now_ready()
             case NotReady(reason=reason, retry=retry):
                 self.refused(ManagerError(reason, retry=retry))
+            case Refused(ask=0, field=field, value=value, expected=expected):
+                self.refused(InvalidConfig(field, value, expected))
             case Beat():
                 pass  # to have been heard is all
             case _:

@@ -25,7 +25,6 @@ from tangram.rl.checkpoints import RunState, folder_name, write_state
 from tangram.rl.engines.base import Weights
 from tangram.rl.environments.sharing import Progress
 from tangram.rl.episode import Episode
-from tangram.rl.evaluation import evaluate, held_out
 from tangram.rl.feeding import Bell, Feeder
 from tangram.rl.gateway_records import (
     CameBack,
@@ -37,16 +36,16 @@ from tangram.rl.gateway_records import (
     NoEngine,
     said,
 )
+from tangram.rl.looks import Looks
 from tangram.rl.pool_use import PoolWatch
 from tangram.rl.records import Group, Ticket
 from tangram.rl.run_folder import RunFolder
 from tangram.rl.sample_log import Put, SampleLog
 from tangram.rl.stall import StallWatch, free, seen
-from tangram.rl.step_ledger import StepLedger
+from tangram.rl.step_ledger import StepLedger, lost_by
 from tangram.rl.trainer import Trainer, TrainerDied
-from tangram.rl.training_records import AnyLine, Batch, Evaluated, Noticed, Over, Warmed
+from tangram.rl.training_records import AnyLine, Batch, Noticed, Over
 from tangram.rl.training_settings import TrainSettings
-from tangram.rl.warm_start import Look, shown, warm_start, warmed_tasks
 
 INTERRUPTED = "interrupted"
 """The cause of an end that waits for nothing but the step that is under way."""
@@ -97,8 +96,9 @@ class Training:
         """The version that they have."""
         self._updating = asyncio.Lock()
         self._evaluating: asyncio.Task[None] | None = None
-        self._evaluations = state.evaluations if state is not None else 0
-        self._evaluated_version = -1
+        self._looks = Looks(
+            settings, made, count=state.evaluations if state is not None else 0, now=self._now, tell=tell
+        )
         self._saved = ""
         """The last checkpoint."""
         self._warmed = state.warm if state is not None else None
@@ -182,13 +182,13 @@ class Training:
         self._pools.since_last()
         async with self._beside(self._watch(), "watching"):
             async with self._beside(self._feeder.run(), "feeding"):
-                if self._evaluation_due() and not self._resumed:
+                if self._looks.due(self.buffer.version) and not self._resumed:
                     self._evaluate_beside()
                 while not await self._learned():
                     pass
             if self._cause in ("steps", "seconds") and self._settings.evaluation.every:
                 await self._bring_up_to_date()
-                if self._evaluated_version != self._in_engines:
+                if self._looks.version != self._in_engines:
                     self._evaluate_beside()
                     await self._evaluated()
             if self._failure is not None:
@@ -218,7 +218,10 @@ class Training:
             await asyncio.wait(left)
 
     def _over(self, cause: str, raised: Exception | None = None) -> Over:
-        over = Over(at_s=self._now(), step=self.buffer.version, cause=cause, checkpoint=self._saved)
+        over = Over(
+            at_s=self._now(), step=self.buffer.version, cause=cause, checkpoint=self._saved,
+            dropped_so_far=dict(self.buffer.dropped),
+        )  # fmt: skip
         self._tell(over)
         if raised is not None:
             raise raised
@@ -251,6 +254,7 @@ class Training:
                     stepped,
                     now_s=self._now(),
                     started=self.buffer.started,
+                    dropped=self.buffer.dropped,
                     buffered=self.buffer.statistics().waiting,
                     in_flight=len(self._feeder.playing),
                     stages=self._stages(),
@@ -269,7 +273,7 @@ class Training:
             except TrainerDied as error:
                 await self._go_back(error)
                 return
-        if self._evaluation_due() and self.buffer.version < self._schedule.steps:
+        if self._looks.due(self.buffer.version) and self.buffer.version < self._schedule.steps:
             if self._schedule.alpha == 0:
                 began_s = self._now()
                 with self._feeder.holding():
@@ -398,23 +402,10 @@ class Training:
 
     # ---- looking at the policy ----
 
-    def _evaluation_due(self) -> bool:
-        every = self._settings.evaluation.every
-        return every > 0 and self.buffer.version % every == 0
-
     async def _evaluate(self) -> None:
         if not self._waves and self._schedule.pull == "at_once":
             await self._bring_up_to_date()
-        own, began_s, version = self._settings.evaluation, self._now(), self._in_engines
-        self._evaluations += 1
-        self._evaluated_version = version
-        upcoming = held_out(self._settings, own.episodes, temperature=own.temperature, number=self._evaluations)
-        scores = await evaluate(self._made.rollout, upcoming)
-        line = Evaluated(
-            at_s=self._now(), step=version, seconds=self._now() - began_s, scores=scores.mean, spread=scores.spread,
-            episodes=scores.episodes, temperature=own.temperature,
-        )  # fmt: skip
-        self._tell(line)
+        await self._looks.evaluate(self._in_engines)
 
     def _evaluate_beside(self) -> None:
         """Unless one is under way: whoever is slower than the steps skips some. Nor when the run is to end at once."""
@@ -435,40 +426,13 @@ class Training:
         while not self._savable:
             self.warming = True
             try:
-                await self._warm()
+                self._warmed = await self._looks.warm(self._trainer, self._progress)
                 self.warming, self._savable = False, True
                 await self._save()
             except TrainerDied as error:
                 self._savable = False
                 await self._made.gateway.update(await self._restarted(error, None), rollback=True)
                 self.notice("trainer", f"{error}; the warm start begins anew")
-
-    async def _warm(self) -> None:
-        wanted = warmed_tasks(self._settings)
-        if not wanted:
-            return
-        demonstrations = await shown(self._settings, self._made.client, self._made.codec, self._progress)
-        last = await warm_start(self._settings, self._trainer, demonstrations, self._warm_scores, self._looked)
-        greedy = await self._scores(self._settings.evaluation.episodes, 0.0)
-        cause = f"not reached by {', '.join(last.behind)} in {last.step} steps" if last.behind else "reached by all"
-        self._warmed = Warmed(
-            at_s=self._now(), step=last.step, loss=last.loss, scores=last.scores, greedy=greedy, over=True, cause=cause
-        )
-        self._tell(self._warmed)
-
-    async def _warm_scores(self) -> dict[str, float]:
-        await self._made.gateway.update(await self._trainer.publish(0))
-        return await self._scores(self._settings.warm_start.check_episodes, 1.0)
-
-    async def _scores(self, episodes: int, temperature: float) -> dict[str, float]:
-        """Each time on other seeds: a policy that was unlucky with some is not so for ever."""
-        self._evaluations += 1
-        number = self._evaluations
-        upcoming = held_out(self._settings, episodes, temperature=temperature, number=number, first=number * episodes)
-        return (await evaluate(self._made.rollout, upcoming)).mean
-
-    def _looked(self, look: Look) -> None:
-        self._tell(Warmed(at_s=self._now(), step=look.step, loss=look.loss, scores=look.scores))
 
     # ---- checkpoints, and back to them ----
 
@@ -480,7 +444,7 @@ class Training:
             return
         state = RunState(
             version=step, step=step, ticket_next=self._last_ticket + 1, buffer=self.buffer.state(), at_s=self._now(),
-            warm=self._warmed, evaluations=self._evaluations,
+            warm=self._warmed, evaluations=self._looks.count,
         )  # fmt: skip
         try:
             self._log.rotate(step)
@@ -514,8 +478,8 @@ class Training:
             raise ManagerError(f"{error}; there is no checkpoint to go back to") from error
         version = found.state.version
         cause = f"of a lineage that was lost: training goes on from version {version}"
-        if self._evaluated_version > version:
-            self._evaluated_version = -1
+        if self._looks.version > version:
+            self._looks.version = -1
             if self._evaluating is not None:
                 self._evaluating.cancel()
         with self._feeder.holding():
@@ -547,7 +511,7 @@ class Training:
             if group.members:
                 self._log.append(group)
             else:
-                self._log.append_lost(group.id, group.cause)
+                self._log.append_lost(group.id, lost_by(group))
         except ManagerError as error:
             self.notice("checkpoint", f"{group.id} is not in the log of samples: {error}")
         self._ledger.group_ended(group)

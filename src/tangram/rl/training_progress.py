@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tangram.rl.records import Group, Stage, Trajectory
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed, noticed_in
 from tangram.rl.training_settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -68,15 +68,18 @@ class TrainingSoFar:
         self.steps: deque[Trained] = deque(maxlen=PACE_STEPS)
         self.trajectories = 0
         """That were trained on, in this process."""
-        self.dropped: Counter[str] = Counter()
-        """Groups, by cause; likewise."""
         self.aborted = 0
+        """Likewise."""
+        self.dropped: dict[str, int] = {}
+        """Groups, by cause, since the run began."""
         self.noticed: deque[Noticed] = deque(maxlen=NOTICED_KEPT)
         self.over: Over | None = None
         self.trains_since_s = 0.0
         """From which `seconds_max` counts."""
 
     def take(self, line: AnyLine) -> None:
+        if (notice := noticed_in(line)) is not None:
+            self.noticed.append(notice)
         match line:
             case Began():
                 self.trains_since_s = line.at_s
@@ -95,12 +98,11 @@ class TrainingSoFar:
                     task.held_out, task.spread = score, line.spread.get(name, math.nan)
                     task.held_out_first = score if task.held_out_first is None else task.held_out_first
             case Noticed():
-                self.noticed.append(line)
                 if line.step is not None:  # it went back to a checkpoint
                     self.step = line.step
                     self.steps.clear()
             case Over():
-                self.phase, self.over = ENDED, line
+                self.phase, self.over, self.dropped = ENDED, line, line.dropped_so_far
 
     def _warmed(self, line: Warmed) -> None:
         self.phase = TRAINING if line.over else WARMING
@@ -115,7 +117,7 @@ class TrainingSoFar:
             self.steps.clear()
         self.steps.append(line)
         self.trajectories += sum(line.staleness)
-        self.dropped.update(line.dropped)
+        self.dropped = line.dropped_so_far
         self.aborted += line.aborted
         for name, step in line.tasks.items():
             if math.isfinite(step.reward):
@@ -188,10 +190,12 @@ class TrainingProgress:
             self.so_far.take(line)
             if isinstance(line, Began):  # from here on its time is that of the run, as in all that is written of it
                 self._began_s = self._clock() - line.at_s
-        if isinstance(line, Noticed) and self._teller is not None:
+        notice = noticed_in(line)
+        # A screen shows notices while they are new; what a run goes on with stays above it.
+        if notice is not None and (self._teller is not None or (self._live is not None and isinstance(line, Began))):
             from tangram.rl.training_screen import noticed
 
-            self._put(f"noticed {noticed(line)}")
+            self._put(f"noticed {noticed(notice)}")
 
     def began(self, trajectory: str, task: str) -> None:
         with self._lock:
@@ -211,12 +215,15 @@ class TrainingProgress:
     # ---- what it knows ----
 
     def in_stages(self) -> dict[str, int]:
-        """How many trajectories are where now; as the last step had it, if nobody watches."""
+        """How many trajectories are where now, as far as it is told."""
         with self._lock:
-            counts = Counter(stage.value if stage else "beginning" for stage in self._stage_by_id.values())
-            if not counts and self.so_far.last is not None:
-                counts = Counter(self.so_far.last.stages)
-            return {name: count for name, count in counts.items() if count}
+            return dict(Counter(stage.value if stage else "beginning" for stage in self._stage_by_id.values()))
+
+    def stopping(self) -> str:
+        """What becomes of a run that is stopped now, in words."""
+        if self.so_far.phase == TRAINING:
+            return "the step that is under way is finished and saved"
+        return "nothing is saved of a warm start that is not over" if self.so_far.phase == WARMING else "it ends"
 
     def elapsed_s(self) -> float:
         """Since the run began, before it was resumed too; until it begins, since it was started."""
@@ -265,9 +272,9 @@ class TrainingProgress:
             self._put(self.line())
 
     def _put(self, line: str) -> None:
+        """Not while this thread has the lock: a screen that is drawn meanwhile waits for it, and has the console."""
         assert self._console is not None
-        with self._lock:
-            self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def line(self) -> str:
         """All of it in one."""

@@ -6,6 +6,8 @@ alone. Times are seconds: durations, or `at_s` since the run began (a run that w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tangram.rl.engines.base import Weights
@@ -56,6 +58,7 @@ METRICS = {
     "loss": "what was minimised, mean over the minibatches",
     "kl_sampler": "divergence of the trainer at the start of the step from what sampled (k3 over action tokens)",
     "kl_reference": "divergence from the reference (k3), if there is one",
+    "kl_teacher": "divergence from what teaches (k3 over action tokens), if one does",
     "weight_mean": "of the off-policy weights of all action tokens",
     "weight_truncated": "share of action tokens whose weight was truncated",
     "clip_share": "of action tokens whose ratio was clipped",
@@ -134,6 +137,9 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
     """That ended."""
     act_mean_s: float = 0.0
     act_p99_s: float = 0.0
+    act_cells: dict[int, int] = {}
+    """Completion times, counted by cell of the grid of `tangram.service.history`: percentiles of several steps are made
+    of these."""
     waiting_mean_s: float = 0.0
     held_unit_s: float = 0.0
     """Units times seconds that actions held."""
@@ -183,11 +189,15 @@ class Trained(Line, frozen=True, kw_only=True):
     started: int = 0
     """Groups, since the step before; likewise the next three."""
     dropped: dict[str, int] = {}
-    """Groups that were not trained on, by cause: stale, failed, full, lost_lineage."""
+    """Groups that were not trained on, by cause: stale, failed, full, left_behind, lost_lineage."""
     aborted: int = 0
     """Trajectories that were stopped as stale."""
     tokens_discarded: int = 0
-    """Written by the policy and not trained on."""
+    """Written by the policy, and in no batch."""
+    started_so_far: int = 0
+    """Groups, since the run began, in lineages that were given up too; likewise the next one."""
+    dropped_so_far: dict[str, int] = {}
+    """By cause."""
     buffered: int = 0
     """Groups that wait to be trained on."""
     in_flight: int = 0
@@ -227,6 +237,23 @@ class Over(Line, frozen=True, kw_only=True):
     cause: str
     """`steps`, `seconds`, `interrupted`, or what went wrong."""
     checkpoint: str = ""
+    dropped_so_far: dict[str, int] = {}
+    """As of a step."""
 
 
 AnyLine = Began | Warmed | Trained | Evaluated | Noticed | Over
+
+RESUMED = "resumed"
+
+
+def dropped_in(lines: Sequence[AnyLine]) -> dict[str, int]:
+    """Groups that a run has dropped, by cause: what the last line says that knows it."""
+    return next((line.dropped_so_far for line in reversed(lines) if isinstance(line, Trained | Over)), {})
+
+
+def noticed_in(line: AnyLine) -> Noticed | None:
+    """What whoever looks at the run should know of this line; of one that goes on with a run, what became of its
+    samples."""
+    if isinstance(line, Noticed):
+        return line
+    return Noticed(at_s=line.at_s, kind=RESUMED, text=line.left) if isinstance(line, Began) and line.left else None

@@ -17,7 +17,7 @@ from tangram.rl.printable import cut
 from tangram.rl.records import Stage
 from tangram.rl.timeline_page import COLOURS
 from tangram.rl.training_records import PoolUse, Trained
-from tangram.rl.training_report_run import Bucket, Run, finite, parts_of
+from tangram.rl.training_report_run import Bucket, Run, finite, parts_of, tokens_of
 
 AXES = {"step": "step", "seconds": "wall seconds", "trajectories": "trajectories"}
 WORDS_MAX = 120
@@ -292,14 +292,13 @@ class Charts:
         return self._add("aborted", spec)
 
     def tokens_discarded(self) -> str:
-        """The share of what the policy wrote."""
-        values = []
-        for bucket in self.buckets:
-            lost = bucket.total(lambda line: line.tokens_discarded)
-            whole = lost + bucket.total(lambda line: line.metrics.get("tokens"))
-            values.append(lost / whole if whole else None)
-        spec = {"label": "Tokens not trained on", "kind": "stack", "format": "percent",
-                "series": [_line("of those written", "k1", values)]}  # fmt: skip
+        """Shares of what the policy wrote."""
+        found = [tokens_of(bucket.steps) for bucket in self.buckets]
+        series = [
+            _line("in no batch", "k1", (each.in_no_batch / each.written if each.written else None for each in found)),
+            _line("teach nothing", "k4", (each.idle / each.written if each.written else None for each in found)),
+        ]
+        spec = {"label": "Tokens not trained on", "kind": "stack", "format": "percent", "series": series}
         return self._add("tokens", spec)
 
     def _add(self, id: str, spec: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ def headline(run: Run, scores: Sequence[Score]) -> str:
 
 def _change(score: Score) -> str:
     last = f"{score.last:.2f}"
-    return f"{score.warm:.2f}\u00a0→\u00a0{last}" if score.warm is not None else last
+    return f"{score.before:.2f}\u00a0→\u00a0{last}" if score.before is not None else last
 
 
 def _lead(run: Run) -> str:
@@ -101,9 +101,9 @@ def _cards(run: Run, scores: Sequence[Score]) -> str:
         kind = "held-out" if score.held_out else "training"
         error = f" ± {score.error:.2f}" if score.error is not None else ""
         when = f"there after {duration(score.reached.at_s)}" if score.reached else ""
-        warm = f"{score.warm:.2f} before" if score.warm is not None else ""
+        before = f"{score.before:.2f} before" if score.before is not None else ""
         found.append(
-            card(f"{score.last:.2f}{error}", f"{name_of(score.task)}, {kind}", ", ".join(filter(None, (warm, when))))
+            card(f"{score.last:.2f}{error}", f"{name_of(score.task)}, {kind}", ", ".join(filter(None, (before, when))))
         )
     if run.steps:
         step_s = sum(line.step_s for line in run.steps) / len(run.steps)
@@ -127,8 +127,9 @@ def _learning(run: Run, scores: Sequence[Score], charts: Charts) -> str:
         return ""
     figures = "".join(chart_figure(charts.learning(task), name_of(task)) for task in run.tasks[:CHARTS_MAX])
     rows = [_score_row(score) for score in scores]
-    heads = ("task", "warm start", "greedy", "last", "± error", "episodes", f"mean of last {FINAL_EVALUATIONS}",
-             "best", "reached after", "at step", "trajectories")  # fmt: skip
+    heads = ("task", "warm start", "greedy", "first evaluation", "last", "± error", "episodes",
+             f"mean of last {FINAL_EVALUATIONS}", "best", "reached after", "at step",
+             "trajectories by then")  # fmt: skip
     held_out = any(score.held_out for score in scores)
     what = "held-out evaluations" if held_out else "smoothed training rewards, as there was no evaluation"
     told = f"Last, best and mean are of {what}; reached: at least {100 * FINAL_SHARE:.0f} % of the last."
@@ -142,8 +143,9 @@ def _learning(run: Run, scores: Sequence[Score], charts: Charts) -> str:
 
 def _score_row(score: Score) -> list[str]:
     reached = score.reached
+    scores = (score.warm, score.greedy, score.first, score.last, score.error)
     return [
-        name_of(score.task), *(_score(value) for value in (score.warm, score.greedy, score.last, score.error)),
+        name_of(score.task), *map(_score, scores),
         f"{score.episodes:,}" if score.episodes else "-", _score(score.mean_of_last), _score(score.best),
         duration(reached.at_s) if reached else "-", f"{reached.step:,}" if reached else "-",
         f"{reached.trajectories:,}" if reached else "-",

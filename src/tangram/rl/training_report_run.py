@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, PoolUse, Trained, Warmed
+from tangram.service.history import Tally
 
 L = TypeVar("L")
 
@@ -45,9 +46,13 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     held_out: bool
     """By evaluations; else by the rewards of training."""
     warm: float | None
-    """Before the first step."""
+    """The last look at the warm start."""
     greedy: float | None
     """Likewise, of the most likely tokens."""
+    first: float | None = None
+    """The first evaluation."""
+    before: float | None = None
+    """What the last is compared with: the evaluation before the first step, or else the warm start."""
     last: float | None
     error: float | None = None
     """Standard error of the last."""
@@ -66,8 +71,8 @@ class PoolSum(msgspec.Struct, frozen=True, kw_only=True):
     total: float
     actions: int
     act_mean_s: float
-    act_p99_s: float
-    """Mean over steps, weighed by actions."""
+    act_p99_s: float | None
+    """Of all actions; None, if the steps do not tell how many took how long."""
     act_p99_worst_s: float
     """Of one step."""
     waiting_mean_s: float
@@ -102,9 +107,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
     def most(self, value: Callable[[Trained], float | None]) -> float | None:
         return max((each for each in map(value, self.steps) if each is not None and math.isfinite(each)), default=None)
-
-    def total(self, value: Callable[[Trained], float | None]) -> float:
-        return sum(each for each in map(value, self.steps) if each is not None and math.isfinite(each))
 
 
 class Run:
@@ -179,11 +181,11 @@ class Run:
         warm = next((line.scores[task] for line in reversed(self.warm) if task in line.scores), None)
         greedy = next((line.greedy[task] for line in reversed(self.warm) if task in line.greedy), None)
         found = [line for line in self.evaluations if finite(line.scores.get(task)) is not None]
-        first = next((line.scores[task] for line in found if line.step == 0), None)
-        warm = first if first is not None else warm
+        before = next((line.scores[task] for line in found if line.step == 0), finite(warm))
         later = [line for line in found if line.step > 0]
         if not later:
-            return self._trained_score(task, warm, greedy)
+            trained = self._trained_score(task, warm, greedy)
+            return msgspec.structs.replace(trained, first=found[0].scores[task] if found else None, before=before)
         scores = [line.scores[task] for line in later]
         last = later[-1]
         return Score(
@@ -191,6 +193,8 @@ class Run:
             held_out=True,
             warm=finite(warm),
             greedy=finite(greedy),
+            first=found[0].scores[task],
+            before=before,
             last=scores[-1],
             error=finite(last.spread.get(task)),
             episodes=last.episodes.get(task, 0),
@@ -275,6 +279,26 @@ def parts_of(line: Trained) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds > 0.0 and math.isfinite(seconds)}
 
 
+class Tokens(NamedTuple):
+    """That the policy wrote, of some steps."""
+
+    written: float
+    in_no_batch: float
+    """Of groups that were dropped and of trajectories that were left out."""
+    idle: float
+    """In a batch, and not trained on: of groups that teach nothing."""
+
+
+def tokens_of(lines: Iterable[Trained]) -> Tokens:
+    batches = lost = idle = 0.0
+    for line in lines:
+        batch = sum(its.trajectories * its.tokens for its in line.tasks.values())
+        trained = finite(line.metrics.get("tokens"))
+        batches, lost = batches + batch, lost + line.tokens_discarded
+        idle += max(0.0, batch - trained) if trained is not None else 0.0
+    return Tokens(batches + lost, lost, idle)
+
+
 def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
@@ -294,12 +318,22 @@ def _summed(name: str, uses: Sequence[PoolUse]) -> PoolSum:
         total=uses[-1].total,
         actions=actions,
         act_mean_s=mean(lambda use: use.act_mean_s),
-        act_p99_s=mean(lambda use: use.act_p99_s),
+        act_p99_s=_p99(uses),
         act_p99_worst_s=max((use.act_p99_s for use in uses), default=0.0),
         waiting_mean_s=mean(lambda use: use.waiting_mean_s),
         held_unit_s=sum(use.held_unit_s for use in uses),
         reserved_unit_s=sum(use.reserved_unit_s for use in uses),
     )
+
+
+def _p99(uses: Sequence[PoolUse]) -> float | None:
+    """Of all actions of these steps together: a mean of percentiles is none."""
+    whole = Tally()
+    for use in uses:
+        whole.count += sum(use.act_cells.values())
+        for cell, count in use.act_cells.items():
+            whole.cells[cell] = whole.cells.get(cell, 0) + count
+    return whole.quantiles((0.99,))[0] if whole.count else None
 
 
 def _of(kind: type[L], lines: Iterable[object]) -> list[L]:

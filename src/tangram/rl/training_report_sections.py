@@ -14,9 +14,10 @@ from tangram.rl import timeline_page
 from tangram.rl.printable import plain
 from tangram.rl.records import Stage
 from tangram.rl.timeline import Timeline
+from tangram.rl.training_records import dropped_in
 from tangram.rl.training_report_charts import CHARTS_MAX, MAIN_METRICS, MORE_METRICS, Charts, name_of
 from tangram.rl.training_report_markup import Markup, chart_figure, duration, table
-from tangram.rl.training_report_run import PoolSum, Run, finite, parts_of
+from tangram.rl.training_report_run import PoolSum, Run, parts_of, tokens_of
 from tangram.sim.page import prose, section
 from tangram.sim.words import percent, seconds, several
 
@@ -110,12 +111,14 @@ def pools_section(run: Run, charts: Charts) -> str:
     figures = "".join(chart_figure(charts.pool(pool.name), name_of(pool.name)) for pool in busy)
     wall_s = sum(line.step_s for line in run.steps)
     act = [[name_of(pool.name), f"{pool.total:g}", f"{pool.actions:,}",
-            *(seconds(value) for value in (pool.act_mean_s, pool.act_p99_s, pool.act_p99_worst_s, pool.waiting_mean_s))]
+            *(seconds(value) if value is not None else "-"
+              for value in (pool.act_mean_s, pool.act_p99_s, pool.act_p99_worst_s, pool.waiting_mean_s))]
            for pool in pools]  # fmt: skip
     cost = [_cost_row(pool, wall_s) for pool in pools]
     return section(
         "Action completion time by pool",
-        "From submission to the end of an action, waiting included. Over time: mean, p99 and waiting of each step.",
+        "From submission to the end of an action, waiting included. Over time: mean, p99 and waiting of each step,"
+        " or of neighbouring ones the mean of their means and their highest p99. In the table: of all actions.",
         f'<div class="small">{figures}</div>'
         + table(("pool", "units", "actions", "mean ACT", "p99", "worst p99 of a step", "waiting"), act),
     ) + section(
@@ -151,21 +154,22 @@ def trainer_section(charts: Charts) -> str:
 
 
 def discarded_section(run: Run, charts: Charts) -> str:
-    dropped: dict[str, int] = {}
-    for line in run.steps:
-        for cause, count in line.dropped.items():
-            dropped[cause] = dropped.get(cause, 0) + count
-    started = sum(line.started for line in run.steps)
-    tokens = sum(line.tokens_discarded for line in run.steps)
-    trained = sum(finite(line.metrics.get("tokens")) or 0.0 for line in run.steps)
-    share = percent(tokens / (tokens + trained)) if tokens + trained > 0 else "-"
+    dropped = dropped_in(run.lines)
+    started = run.steps[-1].started_so_far
+    tokens = tokens_of(run.steps)
+
+    def of_written(count: float) -> str:
+        return percent(count / tokens.written) if tokens.written else "-"
+
     rows = [
         ["groups started", f"{started:,}", ""],
         ["groups trained on", f"{sum(its.groups for line in run.steps for its in line.tasks.values()):,}", ""],
         *([f"groups dropped: {name_of(cause)}", f"{count:,}", percent(count / started) if started else "-"]
           for cause, count in sorted(dropped.items())),
         ["trajectories aborted as stale", f"{sum(line.aborted for line in run.steps):,}", ""],
-        ["tokens written and not trained on", f"{tokens:,}", share],
+        ["tokens written", f"{tokens.written:,.0f}", ""],
+        ["tokens in no batch", f"{tokens.in_no_batch:,.0f}", of_written(tokens.in_no_batch)],
+        ["tokens in a batch, of groups that teach nothing", f"{tokens.idle:,.0f}", of_written(tokens.idle)],
     ]  # fmt: skip
     figures = "".join(
         chart_figure(id, words)
@@ -178,7 +182,7 @@ def discarded_section(run: Run, charts: Charts) -> str:
     return section(
         "Discarded work",
         "What was played and not trained on, per step. The share of groups is of those started, that of tokens of all"
-        " that were written.",
+        " that were written. Groups that were started and dropped count in lineages that were given up too.",
         f'<div class="small">{figures}</div>' + table(("", "in all", "share"), rows),
     )
 

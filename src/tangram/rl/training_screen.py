@@ -27,6 +27,8 @@ SPARK_MIN, SPARK_MAX = 8, 64
 BESIDE_SPARK = 67
 """Columns of a task's row besides its sparks."""
 NOTICED_SHOWN = 4
+WHY = {"steps": "all are made", "seconds": "its time is over"}
+"""It ended, in words."""
 AGES_SHOWN = 6
 """Of the staleness; older ones are counted together."""
 
@@ -42,10 +44,10 @@ def line(run: TrainingSoFar, stages: dict[str, int], elapsed_s: float) -> str:
         f"{plain(name)} {_number(task.held_out)}" for name, task in run.tasks.items() if task.held_out is not None
     ]
     parts += [f"held out {', '.join(held_out)}"] if held_out else []
-    if run.last is not None:
+    if run.last is not None and run.phase != ENDED:
         parts += [_rates(run), _split(run), _ages(run), _groups(run)]
-    if stages:
-        parts.append(f"in {_counts(stages)}")
+    if stages and run.phase != ENDED:
+        parts.append(f"now in {_counts(stages)}")
     return "; ".join([*parts, _time(run, elapsed_s)])
 
 
@@ -187,14 +189,14 @@ def _where(run: TrainingSoFar) -> str:
         return plain(run.doing) or "what is to be imitated is made ready"
     if run.phase == WARMING and run.warm is not None:
         return f"step {run.warm.step:,} of at most {run.settings.warm_start.steps_max:,}, loss {_number(run.warm.loss)}"
-    cause = f" ({plain(run.over.cause)})" if run.over is not None else ""
+    cause = f" ({WHY.get(run.over.cause) or plain(run.over.cause)})" if run.over is not None else ""
     return f"step {run.step:,} of {run.settings.training.steps:,}{cause}"
 
 
 def _time(run: TrainingSoFar, elapsed_s: float) -> str:
-    left, most = run.left_s(), run.settings.training.seconds_max
+    left = run.left_s()
     about = f", about {duration(left)} left" if left else ""
-    return f"{duration(max(0.0, elapsed_s))} so far{about}" + (f", at most {duration(most)}" if most and left else "")
+    return f"{duration(max(0.0, elapsed_s))} so far{about}"
 
 
 def _rates(run: TrainingSoFar) -> str:
@@ -240,7 +242,7 @@ def _groups(run: TrainingSoFar) -> str:
     causes = ", ".join(f"{count:,} {plain(cause)}" for cause, count in sorted(run.dropped.items()) if count)
     dropped = f", dropped so far: {causes}" if causes else ""
     aborted = f", {run.aborted:,} trajectories stopped as stale" if run.aborted else ""
-    return f"{last.in_flight:,} in play, {last.buffered:,} in the buffer{dropped}{aborted}"
+    return f"after step {last.step:,}: {last.in_flight:,} in play, {last.buffered:,} in the buffer{dropped}{aborted}"
 
 
 def _counts(stages: dict[str, int]) -> str:

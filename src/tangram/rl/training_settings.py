@@ -46,7 +46,7 @@ class TrainingSettings(Table, frozen=True, kw_only=True):
     only. `rollart`: likewise, but whatever gets too old is stopped at once."""
     staleness: valid.CountOr0 = 1
     """α: versions that may lie between the first token of a trajectory and the gradient step that it is used in. It
-    counts in `start-bound` and `rollart`; 0 plays and trains in turn."""
+    counts in `start-bound` and `rollart`; 0 plays and trains in turn, and nothing older is trained on in either."""
     steps: valid.Count = 200
     """Gradient steps, each on one batch, after which the run is over."""
     seconds_max: Annotated[float | None, MAYBE_SECONDS] = None
@@ -67,7 +67,7 @@ class TrainingSettings(Table, frozen=True, kw_only=True):
     stall_s: valid.Seconds = 120.0
     """Without any progress, after which the run says what it waits for and stops what is stuck."""
     stalls_max: valid.Count = 3
-    """In a row, after which the run is given up, with a checkpoint."""
+    """In a row, with the last of which the run is given up, with a checkpoint."""
 
     def together(self) -> None:
         if self.batch_min is not None and self.batch_min > self.batch:
@@ -79,6 +79,12 @@ class TrainingSettings(Table, frozen=True, kw_only=True):
     def alpha(self) -> int:
         """How old a sample may be in this mode; in `start-bound`, when it starts."""
         return {"sync": 0, "sync+": 0, "one-off": 1}.get(self.mode, self.staleness)
+
+    @property
+    def bounds_age(self) -> bool:
+        """Whether nothing older than α is ever trained on. Only `start-bound` with α above 0 looks at age no more once
+        a group has started."""
+        return self.mode != "start-bound" or self.alpha == 0
 
 
 class ObjectiveSettings(Table, frozen=True, kw_only=True):
@@ -214,6 +220,18 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
                 expected = f"{self.engines[0].kind} as engines[0]: weights are published for one kind of engines"
                 raise InvalidConfig(f"engines[{at}].kind", engine.kind, expected)
         self._teachers_are_asked()
+
+    def require_differences(self) -> None:
+        """Raises InvalidConfig for groups that can be played, and never say anything by their rewards."""
+        own = self.objective
+        if self.groups.size > 1 or own.kind != "grpo":
+            return
+        if own.zero_variance == "drop" or own.advantage in ADVANTAGES:
+            expected = (
+                "at least 2: a reward is measured against those of its group, and of one alone nothing is learned; or "
+                'an advantage of your own, with objective.zero_variance = "keep"'
+            )
+            raise InvalidConfig("groups.size", self.groups.size, expected)
 
     def _teachers_are_asked(self) -> None:
         """Each once, and whoever asks one finds it: here, or at the service where actions run."""

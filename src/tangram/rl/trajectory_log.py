@@ -51,6 +51,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     settings: RolloutSettings | None = None
     words: tuple[str, ...] = ()
     """Of a vocabulary of words, by id; none of a tokenizer."""
+    modules: tuple[str, ...] = ()
+    """Folders in which environments of one's own were looked for."""
     note: str = ""
 
 
@@ -92,8 +94,8 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_event(event: msgspec.Struct, since: float = 0.0) -> EngineEvent:
-    """An event of a gateway as a record: its name is that of its type. `since`: when the rollout began, by the clock
-    that the event has its `at_s` of."""
+    """An event of a gateway as a record: its name is that of its type. `since`: from when the times of the rollout are
+    counted, as its `began`, by the clock that the event has its `at_s` of."""
     fields = msgspec.to_builtins(event)
     words = {key: value for key, value in fields.items() if key not in ("at_s", "type")}
     return EngineEvent(at_s=fields["at_s"] - since, name=type(event).__name__, words=words)
@@ -155,6 +157,7 @@ class TrajectoryLog:
         *,
         settings: RolloutSettings | None = None,
         words: tuple[str, ...] = (),
+        modules: tuple[str, ...] = (),
         note: str = "",
         began_at: float | None = None,
     ) -> None:
@@ -165,7 +168,11 @@ class TrajectoryLog:
         self._size = 0
         self._file = _new_file(self.path)
         header = Header(
-            began_at=time.time() if began_at is None else began_at, settings=settings, words=words, note=note
+            began_at=time.time() if began_at is None else began_at,
+            settings=settings,
+            words=words,
+            modules=modules,
+            note=note,
         )
         try:
             self._write(_encoded(header))

@@ -185,10 +185,10 @@ def test_without_temperature_the_log_probability_is_that_of_temperature_1() -> N
 @pytest.mark.parametrize(
     ("sampling", "field"),
     [
-        (Sampling(temperature=0.0), "temperature"),
-        (Sampling(temperature=0.0, top_k=5, keep_ids=True), "temperature"),
-        (Sampling(top_k=5), "top_k"),
-        (Sampling(top_p=0.9), "top_p"),
+        (Sampling(temperature=0.0), "sampling.temperature"),
+        (Sampling(temperature=0.0, top_k=5, keep_ids=True), "sampling.temperature"),
+        (Sampling(top_k=5), "sampling.top_k"),
+        (Sampling(top_p=0.9), "sampling.top_p"),
     ],
     ids=str,
 )

@@ -336,6 +336,36 @@ def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("text", ["found", "> //", "found found", "'" * 3, "(" * 199, "0 if " * 39])
+def test_what_does_not_compile_runs_nothing_and_costs_no_sandbox(tmp_path: Path, text: str) -> None:
+    async def main() -> None:
+        async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
+            environment = await opened(client)
+            [before] = sandboxes(client)
+            step = await environment.step(f"EDIT L1 {text}")
+            assert (step.reward, step.done) == (0.0, False) and " ? " in step.observation
+            assert step.observation.endswith("got ?")
+            assert environment._bench is not None and environment._bench.clean
+            assert await score(client, environment) == 0.0
+            assert sandboxes(client) == [before]
+            await environment.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("text", "got"), [("+ -", "3 4 want 0 got -1"), ("> -", "3 4 want 0 got 1")])
+def test_several_operators_are_all_our_own_text(tmp_path: Path, text: str, got: str) -> None:
+    async def main() -> None:
+        async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
+            environment = await opened(client)
+            step = await environment.step(f"EDIT L1 {text}")
+            assert step.observation.endswith(f"fail L1 div {got}")
+            assert environment._bench is not None and environment._bench.clean
+            await environment.close()
+
+    asyncio.run(main())
+
+
 def test_code_that_nobody_has_read_is_run_by_a_process_of_its_own(tmp_path: Path) -> None:
     """The program that stands ready is for known code alone: from the first unread line on it is not asked again."""
     tampers = f"if {OS}.system('kill -9 $(pgrep -f heard)') else"

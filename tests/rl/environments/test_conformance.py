@@ -452,6 +452,28 @@ def test_a_task_that_cannot_be_played_is_not_judged_further() -> None:
     assert report.finding("words").came == "it can be judged once `plays` is kept"
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_close_does_wrong_is_told_of_close(hangs: bool) -> None:
+    class Unclosed(Parrot):
+        async def close(self) -> None:
+            if hangs:
+                await asyncio.sleep(3600.0)
+            raise RuntimeError("the lock is gone")
+
+    report = checked(Unclosed)
+    (finding,) = report.failed
+    assert finding.name == "closes" and finding.advice.startswith("let close give back what there is")
+    assert ("within 0.2 s" if hangs else "RuntimeError: the lock is gone") in finding.came
+    assert report.finding("plays").came == "it can be judged once `closes` is kept"
+
+
+def test_a_check_tells_what_it_judges() -> None:
+    told: list[str] = []
+    checked(Parrot, tell=lambda done, total, promise: told.append(f"{done} of {total}: {promise}"))
+    assert told[:2] == [f"0 of {len(PROMISES)}: declared", f"1 of {len(PROMISES)}: plays"]
+    assert len(told) == len(PROMISES)
+
+
 def test_an_action_that_is_answered_too_late_is_told() -> None:
     class Slow(HangsOnMuch):
         async def step(self, action: str) -> Step:

@@ -33,6 +33,9 @@ class ModelServer:
         self.fault_after = 2
         """Tokens that are written before."""
         self.status = 200
+        self.unlucky: int | None = None
+        """So many times it answers with that status; None: always."""
+        self.words = "as you like"
         self.busy = 0
         """So many times it has no place."""
         self.inside = 0
@@ -106,8 +109,9 @@ class ModelServer:
         if self.busy:
             self.busy -= 1
             return web.Response(status=429, text="later")
-        if self.status != 200:
-            return web.Response(status=self.status, text="as you like")
+        if self.status != 200 and self.unlucky != 0:
+            self.unlucky = self.unlucky - 1 if self.unlucky is not None else None
+            return web.Response(status=self.status, text=self.words)
         self.inside += 1
         try:
             if request.path == "/generate":

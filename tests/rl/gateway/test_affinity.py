@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig
@@ -121,6 +122,14 @@ def test_a_few_trajectories_or_a_close_call_are_said_to_be_doubtful() -> None:
         profiler.add(a_trajectory("mixed", turns=1, read=10, written=600))
     mixed = profiler.recommend()[1]
     assert not mixed.confident and mixed.agreement == 0.5
+
+
+@pytest.mark.parametrize(("ratio", "shown"), [(1.2, "1.20x"), (1.1999, "1.1999x"), (1.234, "1.23x"), (1.194, "1.19x")])
+def test_a_ratio_is_shown_with_as_many_digits_as_it_is_judged_by(ratio: float, shown: str) -> None:
+    profiler = Profiler()
+    profiler.add(a_trajectory("chain", turns=1, read=100, written=4000))
+    (found,) = profiler.recommend()
+    assert f", {shown} at equal cost" in msgspec.structs.replace(found, ratio=ratio).line()
 
 
 def test_nothing_is_recommended_from_nothing() -> None:

@@ -13,7 +13,8 @@ from tests.rl.gateway.servers import ModelServer
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.assembly import require_trainable_engines
-from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling, Weights
+from tangram.rl.engines import openai
+from tangram.rl.engines.base import EngineDied, Noise, Request, RequestRefused, Sampling, Weights
 from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, OpenAIEngine, Unreachable, seed_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.settings import EngineSettings
@@ -24,8 +25,9 @@ ALL = pytest.mark.parametrize("dialect", ["vllm", "sglang", "plain"])
 
 
 def engine_at(url: str, dialect: str = "vllm", **options: Any) -> OpenAIEngine:
-    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url)
-    return OpenAIEngine(settings, **({"dialect": dialect, "silent_s_max": 20.0} | options))
+    silent_s_max = options.pop("silent_s_max", 20.0)
+    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, silent_s_max=silent_s_max)
+    return OpenAIEngine(settings, **({"dialect": dialect} | options))
 
 
 def with_server(
@@ -429,16 +431,66 @@ def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str)
     with_server(test, "sglang", silent_s_max=0.5 if fault == "silent" else 20.0)
 
 
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize(
-    ("status", "error"), [(400, InvalidInput), (422, InvalidInput), (404, EngineDied), (500, EngineDied)]
+    ("status", "error"), [(400, RequestRefused), (422, RequestRefused), (404, EngineDied), (500, EngineDied)]
 )
 def test_whose_fault_an_answer_is(status: int, error: type[Exception]) -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.status = status
         with pytest.raises(error, match=f"{status}: as you like"):
             await engine.generate(a_request())
+        server.status = 200
+        if error is RequestRefused:
+            assert (await engine.generate(a_request(tokens_max=2))).tokens, "it goes on with others"
 
     with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_that_fails_once_is_asked_again() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status, server.unlucky = 500, 1
+        request = a_request(tokens_max=2)
+        assert (await engine.generate(request)).tokens == tokens_of(server, request)
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_request_that_a_server_fails_each_time_is_refused_if_it_answers_others() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status, server.unlucky = 500, openai.TRIES
+        with pytest.raises(RequestRefused, match="answers others: it said 500: as you like"):
+            await engine.generate(a_request(tokens_max=2))
+        assert (await engine.generate(a_request(tokens_max=2))).tokens
+
+    with_server(test)
+
+
+def test_a_refusal_that_speaks_of_length_names_the_key_to_be_changed() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status, server.words = 400, "maximum context length is 8 tokens"
+        with pytest.raises(RequestRefused, match=r"8 tokens; lower context_max of \[\[engines\]\]"):
+            await engine.generate(a_request())
+
+    with_server(test)
+
+
+@BOTH
+def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens_max=20)
+        wrong = next(token for token in tokens_of(server, request) if token >= 50)
+        with pytest.raises(EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50"):
+            await engine.generate(request)
+
+    with_server(test, dialect, vocabulary=50)
 
 
 def test_a_server_that_has_no_place_is_asked_again() -> None:

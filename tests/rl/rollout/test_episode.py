@@ -14,12 +14,13 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, setti
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
 from tangram.rl.closings import CLOSE_S_MAX
-from tangram.rl.engines.base import Noise
+from tangram.rl.engines.base import Generation, Noise, Request, RequestRefused
 from tangram.rl.environments.base import Step
 from tangram.rl.episode import Episode
-from tangram.rl.records import Ending, Stage, Trajectory
+from tangram.rl.records import Ending, Group, Stage, Trajectory
 from tangram.rl.reward import Played, Score
 from tangram.rl.rollout import Rollout, RolloutStatistics
+from tangram.rl.settings import GroupSettings
 
 GO = CODEC.written("go")
 LOOK = CODEC.observation("look", first=True)
@@ -117,8 +118,35 @@ def test_the_last_turn_is_cut_to_the_room_that_is_left() -> None:
     assert [request.sampling.tokens_max for request in played.talker.asked] == [4, 1]
 
 
+class Refusing(Talker):
+    """A server that does not take the first request."""
+
+    async def generate(self, request: Request) -> Generation:
+        if not self.asked:
+            self.asked.append(request)
+            raise RequestRefused("server", "400: too long")
+        return await super().generate(request)
+
+
+def test_a_request_that_is_refused_ends_its_trajectory_alone_and_another_attempt_is_made() -> None:
+    async def playing() -> Group:
+        world = World()
+        configured = settings(groups=GroupSettings(size=2))
+        async with Rollout(configured, Refusing(), CODEC, on_end=world.ended.append) as rollout:
+            group = await rollout.play(ticket())
+        world.check(rollout)
+        return group
+
+    group = run(playing())
+    (refused,) = group.left_out
+    assert (refused.ending, refused.reward) == (Ending.CANCELLED, None)
+    assert refused.cause == "engine server: 400: too long"
+    assert [each.ending for each in group.members] == [Ending.FINISHED] * 2
+    assert [each.attempt for each in group.members if each.member == refused.member] == [1]
+
+
 def test_a_first_observation_without_room_for_an_answer_is_no_fault_of_the_agent() -> None:
-    played = play(context_max=2)
+    played = play(context_max=2, tokens_max=1)
     assert played.record.ending is Ending.ENV_FAILED and "no room" in played.record.cause
     assert played.world.made == {"scripted/0/0.0": 1}, "another environment would say the same"
 

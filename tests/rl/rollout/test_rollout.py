@@ -217,7 +217,7 @@ def test_slots_of_a_task_bound_its_open_episodes() -> None:
         await asyncio.sleep(0.5)
         assert len(world.open) == 2
         statistics = rollout.statistics().tasks["scripted"]
-        assert statistics.playing == {"generate": 2, "waiting": 4}
+        assert statistics.playing == {"generate": 2, "queue": 4}
         group = await playing
         waits = sorted(round(each.spans[0].waiting_s, 3) for each in group.members)
         assert waits == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
@@ -53,7 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     never_listens: str = ""
     """`reset`, `step` or `close`: does not answer, and keeps all cancellations to itself, until the World ends it."""
     exits: str = ""
-    """`make`, `reset`, `step` or `close`: leaves Python there."""
+    """`make`, `reset`, `step` or `close`: leaves Python there, by raising `leaves`."""
+    leaves: BaseException = SystemExit(3)
     cancels_itself: bool = False
     odd: Any = None
     """What its steps answer instead of a Step."""
@@ -82,7 +82,7 @@ class Scripted:
         world.made[self.trajectory] = number + 1
         self.plan = world.plan(self.trajectory, number)
         if self.plan.exits == "make":
-            sys.exit(3)
+            raise self.plan.leaves
         if self.plan.fail == "make":
             raise OSError("no room")
         world.open.append(self)
@@ -129,7 +129,7 @@ class Scripted:
 
     async def _misbehave(self, what: str) -> None:
         if self.plan.exits == what:
-            sys.exit(3)
+            raise self.plan.leaves
         while self.plan.never_listens == what and not self._world.over.is_set():
             with suppress(asyncio.CancelledError):
                 await self._world.over.wait()

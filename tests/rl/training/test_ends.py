@@ -14,9 +14,10 @@ from tests.rl.processes import until
 from tests.rl.training.fakes import FakeTrainer, House, house, settings_of
 
 from tangram.errors import ManagerError
-from tangram.rl import training
+from tangram.rl import looks
 from tangram.rl.engines.base import Weights
 from tangram.rl.evaluation import Scores
+from tangram.rl.sample_log import Lost, read_after
 from tangram.rl.training_records import Evaluated, Noticed, Over, Trained, Warmed
 from tangram.rl.training_settings import TrainSettings
 
@@ -43,7 +44,7 @@ class Looking:
         self.go_on = asyncio.Event()
         self.number = 0
         self.error: Exception | None = None
-        monkeypatch.setattr(training, "evaluate", self)
+        monkeypatch.setattr(looks, "evaluate", self)
 
     async def __call__(self, *_: Any) -> Scores:
         self.number += 1
@@ -314,7 +315,7 @@ def play(
     asyncio.run(whole())
 
 
-@pytest.mark.parametrize("mode", ["sync+", "rollart"])
+@pytest.mark.parametrize("mode", ["sync+", "start-bound", "rollart"])
 def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next(mode: str, tmp_path: Path) -> None:
     """One member of each wave takes for ever: a batch that is enough without it begins, and it is stopped."""
     settings = settings_of(
@@ -328,6 +329,10 @@ def test_what_a_small_batch_of_a_wave_did_not_wait_for_does_not_hold_up_the_next
         assert len(trainer.trained) == len(set(trainer.trained))
         assert {len(batch.groups) for batch in trainer.batches} <= {2, 3}
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
+        lost = [each for each in read_after(tmp_path / "samples", 0) if isinstance(each, Lost)]
+        assert {each.cause for each in lost} == {"left_behind"}, "as it is counted, for whoever resumes"
+        assert made.of(Over)[0].dropped_so_far == made.training.buffer.dropped
+        assert set(made.training.buffer.dropped) == {"left_behind"}
 
     play(settings, tmp_path, trainer, check)
 
@@ -339,11 +344,12 @@ def _slow_one_of_three(settings: TrainSettings) -> TrainSettings:
     return msgspec.structs.replace(settings, tasks=(task,))
 
 
-def test_alpha_0_plays_and_trains_in_turn_whatever_pull_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["start-bound", "rollart"])
+def test_alpha_0_plays_and_trains_in_turn_whatever_pull_says(mode: str, tmp_path: Path) -> None:
     trainer = FakeTrainer()
 
     async def check(made: House) -> None:
         assert max(max(batch.staleness) for batch in trainer.batches) == 0
         assert all(line.dropped == {} and line.tokens_discarded == 0 for line in made.of(Trained))
 
-    play(settings_of(alpha=0, pull="after_batch"), tmp_path, trainer, check)
+    play(settings_of(mode, alpha=0, pull="after_batch"), tmp_path, trainer, check)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tangram.cli import app
 from tangram.errors import InvalidConfig
-from tangram.rl.settings import OutsideSettings, RewardSettings, SamplingSettings
+from tangram.rl.settings import GroupSettings, OutsideSettings, RewardSettings, SamplingSettings
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained
 from tangram.rl.training_report import write_report
 from tangram.rl.training_settings import TrainSettings
@@ -30,7 +30,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is an extra, which is not i
 from tangram.rl.nn.checkpoint import load  # noqa: E402
 from tangram.rl.nn.learner import Learner  # noqa: E402
 from tangram.rl.nn.transformer import Transformer, small  # noqa: E402
-from tangram.rl.pipeline import train  # noqa: E402
+from tangram.rl.pipeline import require_trainable, train  # noqa: E402
 
 AGE_MAX = {"sync": 0, "sync+": 0, "one-off": 1, "start-bound": None, "rollart": 1}
 STEPS, BATCH = 3, 2
@@ -123,6 +123,8 @@ def test_samples_that_are_older_are_never_trained_on_with_a_ratio_of_1(mode: str
         settings_of(mode, objective={"correction": "none"})
     assert raised.value.field == "objective.correction" and "a ratio of 1" in str(raised.value)
     settings_of("sync+", objective={"correction": "none"})
+    for name in ("start-bound", "rollart"):
+        settings_of(name, alpha=0, objective={"correction": "none"})
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,26 @@ def test_samples_that_cannot_be_trained_on_are_refused_before_anything_is_there(
     with pytest.raises(InvalidConfig, match=field):
         trained(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("objective", "fine"),
+    [
+        ({"zero_variance": "drop"}, False),
+        ({"zero_variance": "keep"}, False),
+        ({"zero_variance": "drop", "advantage": "mine:advantage"}, False),
+        ({"zero_variance": "keep", "advantage": "mine:advantage"}, True),
+    ],
+)
+def test_groups_of_one_from_which_nothing_can_be_learned_are_refused(objective: dict[str, str], fine: bool) -> None:
+    settings = msgspec.structs.replace(settings_of(objective=objective), groups=GroupSettings(size=1))
+    if fine:
+        require_trainable(settings)
+    else:
+        with pytest.raises(
+            InvalidConfig, match=r"groups.size: expected at least 2: .* of one alone nothing is learned"
+        ):
+            require_trainable(settings)
 
 
 # ---- going on -------------------------------------------------------------------------------------------------------
@@ -164,7 +186,15 @@ def test_a_run_that_goes_on_makes_the_same_steps_to_the_last_bit(tmp_path: Path)
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_checkpoints_find_no_room_goes_on_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "kept", "missed"),
+    [("8k", "", [0, 1, 2, 3, 3]), ("72k", "00000000", [1, 2, 3, 3])],
+    ids=["no room for weights", "no room for the optimiser once there is something in it"],
+)
+def test_a_run_whose_checkpoints_find_no_room_goes_on_and_says_so(
+    size: str, kept: str, missed: list[int], tmp_path: Path
+) -> None:
+    """The last is tried again at the end."""
     if os.geteuid() != 0:
         if os.environ.get("CI") == "true":
             pytest.fail("needs root, to mount a small disk")
@@ -175,19 +205,17 @@ def test_a_run_whose_checkpoints_find_no_room_goes_on_and_says_so(tmp_path: Path
     def tell(line: AnyLine) -> None:
         told.append(line)
         if isinstance(line, Began):
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k,mode=0700", "tmpfs", str(disk)], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", str(disk)], check=True)
 
     try:
         over = trained(settings_of(steps=STEPS), tmp_path / "run", tell=tell)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-    assert (over.cause, over.step, over.checkpoint) == ("steps", STEPS, "")
+    assert (over.cause, over.step, Path(over.checkpoint).name) == ("steps", STEPS, kept)
     notices = [line.text for line in told if isinstance(line, Noticed)]
     assert all("No space left on device" in text for text in notices), notices
     told_of = [text.partition(":")[0] for text in notices]
-    assert told_of == [f"no checkpoint of step {step}" for step in (0, 1, 2, 3, 3)], (
-        "the last is tried again at the end"
-    )
+    assert told_of == [f"no checkpoint of step {step}" for step in missed]
     assert_sound(tmp_path / "run", steps=STEPS, batch=BATCH, age_max=1)
 
 

@@ -50,6 +50,15 @@ def test_modes_without_a_stream_are_as_old_as_they_say(mode: str, most: int, tmp
             assert len({version for each in group.members for version in each.versions}) == 1, "played by one version"
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_with_alpha_0_no_mode_trains_on_anything_older_though_batches_are_small(mode: str, tmp_path: Path) -> None:
+    settings = settings_of(mode, alpha=0, batch=4, batch_min=1, batch_wait_s=0.001, steps=20)
+    trainer = FakeTrainer(step_s=0.0)
+    run_whole(settings, tmp_path, trainer)
+    assert staleness_max(trainer.batches) <= settings.training.alpha
+    assert len(trainer.trained) == len(set(trainer.trained))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_older_than_alpha_is_trained_on(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
@@ -112,6 +121,10 @@ def test_a_trainer_that_dies_goes_on_from_the_last_checkpoint(mode: str, tmp_pat
     assert [batch.version for batch in trainer.batches] == list(range(12))
     assert len(trainer.trained) == len(set(trainer.trained)) == 36
     assert [line.kind for line in made.of(Noticed)] == ["rollback"] * 4
+    told = made.of(Over)[0].dropped_so_far
+    assert told == made.training.buffer.dropped, "also of what was given up"
+    counts = [sum(line.dropped_so_far.values()) for line in made.of(Trained)]
+    assert counts == sorted(counts) and counts[-1] <= sum(told.values()), "what was dropped stays dropped"
     if mode == "rollart":
         assert staleness_max(trainer.batches) <= 1
     assert_lineage(trainer.batches)

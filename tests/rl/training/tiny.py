@@ -76,6 +76,29 @@ class Pick:
         pass
 
 
+class PickInside(Pick):
+    """Likewise, by a command in a sandbox that counts the turns in a file."""
+
+    acts_outside: ClassVar[bool] = True
+
+    def __init__(self, outside: Outside) -> None:
+        super().__init__(outside)
+        self._box = outside.require_client("pick").sandbox(memory="64MiB", trajectory=outside.trajectory)
+
+    async def reset(self, seed: int) -> str:
+        await self._box.__aenter__()
+        return await super().reset(seed)
+
+    async def step(self, action: str) -> Step:
+        found = (await self._box.exec("sleep 0.02; echo >> turns; wc -l < turns", cpus=0.5)).check()
+        step = await super().step(action)
+        assert int(found.stdout) == self.turns_max - self._left, "a turn was played twice, or none"
+        return step
+
+    async def close(self) -> None:
+        await self._box.close()
+
+
 class Teacher:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -104,11 +127,12 @@ def settings_of(
     task: Mapping[str, Any] | None = None,
     **schedule: Any,
 ) -> TrainSettings:
+    own = {"name": "pick", "environment": f"{__name__}:Pick", "warm_until": warm_until, **(task or {})}
     return TrainSettings(
         policy=PolicySettings(layers=1, width=16, heads=2),
         engines=(EngineSettings(context_max=32, slots=8, sessions=32, deterministic=True),),
         groups=GroupSettings(size=2),
-        tasks=(TaskSettings(name="pick", environment=f"{__name__}:Pick", warm_until=warm_until, **(task or {})),),
+        tasks=(TaskSettings(**own),),
         training=TrainingSettings(**{"mode": mode, "staleness": alpha, "steps": steps, "batch": 2, **schedule}),
         objective=ObjectiveSettings(**{"learning_rate": learning_rate, "zero_variance": "keep", **(objective or {})}),
         warm_start=WarmStartSettings(episodes=8, batch=4, steps_max=4, check_every=2, check_episodes=2),

@@ -51,10 +51,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     def require_trainable(self) -> None:
         """Raises InvalidConfig, if a policy cannot be trained on what is sampled so."""
         if self.temperature == 0.0:
-            raise InvalidConfig("temperature", 0.0, "more than 0: a policy learns nothing from what it always does")
+            expected = "more than 0: a policy learns nothing from what it always does"
+            raise InvalidConfig("sampling.temperature", 0.0, expected)
         if self.leaves_out and not self.keep_ids:
-            key, value = ("top_k", self.top_k) if self.top_k else ("top_p", self.top_p)
-            raise InvalidConfig(key, value, "all tokens for training, or keep_ids = true to store those that were left")
+            key, value, everything = ("top_k", self.top_k, 0) if self.top_k else ("top_p", self.top_p, 1)
+            expected = f"{everything} for training, or keep_ids = true beside it, to store the tokens that were left"
+            raise InvalidConfig(f"sampling.{key}", value, expected)
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -144,6 +146,13 @@ class EngineDied(ManagerError):
         super().__init__(f"engine {name}: {reason}")
 
 
+class RequestRefused(ManagerError):
+    """An engine does not take this request, and goes on with others."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"engine {name}: {reason}", retry=False)
+
+
 class Engine(Protocol):
     name: str
     hardware: str
@@ -157,7 +166,7 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Generation:
-        """Raises EngineDied, and InvalidInput for a request that it cannot serve."""
+        """Raises EngineDied, RequestRefused, and InvalidInput for a request that makes no sense to it."""
         ...
 
     async def fetch(self, weights: Weights) -> None:

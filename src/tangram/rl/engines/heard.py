@@ -1,7 +1,7 @@
 """What was heard of an answer: its pieces are checked and put together as they come.
 
-Owns what is known of one answer. Promises that each token has a log-probability and a version, that there are no more
-than were asked for, and a ValueError for an answer that cannot be meant.
+Owns what is known of one answer. Promises that each token is one of the vocabulary and has a log-probability and a
+version, that there are no more than were asked for, and a ValueError for an answer that cannot be meant.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ class NoLogprobs(Exception):
 class Heard:
     """What was heard of an answer so far."""
 
-    def __init__(self, engine: str, request: Request, *, probing: bool = False) -> None:
+    def __init__(self, engine: str, request: Request, *, vocabulary: int | None = None, probing: bool = False) -> None:
+        """`vocabulary`: how many tokens there are, if that is known."""
         self._engine = engine
         self._request = request
+        self._vocabulary = vocabulary
         self._probing = probing
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -43,6 +45,9 @@ class Heard:
             raise ValueError(f"{len(said.tokens)} tokens and {len(values)} log-probabilities")
         if len(self._tokens) + len(said.tokens) > self._request.sampling.tokens_max:
             raise ValueError(f"more than the {self._request.sampling.tokens_max} tokens that were asked for")
+        if self._vocabulary is not None and any(not 0 <= token < self._vocabulary for token in said.tokens):
+            wrong = next(token for token in said.tokens if not 0 <= token < self._vocabulary)
+            raise ValueError(f"token {wrong}, and the vocabulary has {self._vocabulary}")
         if said.tokens and self.finish is not None:
             raise ValueError("tokens after the end")
         if self._first_s is None and said.tokens:

@@ -23,8 +23,9 @@ What a server is asked differs by its dialect:
     plain    /v1/completions as vllm, and no weights: the server keeps its own. Evaluation only.
 
 A server that cannot be reached, breaks off, says nothing for `silent_s_max` or says what makes no sense counts as dead
-(EngineDied): whether it comes back is for `start` to find out. It is contract-tested: against a small server that
-speaks each dialect, not against vLLM and SGLang on real devices.
+(EngineDied): whether it comes back is for `start` to find out. One that has no place or fails (5xx) is asked again; if
+it fails a request each time and still answers a probe, it lives, and does not take that one (RequestRefused). It is
+contract-tested: against a small server that speaks each dialect, not against vLLM and SGLang on real devices.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -42,7 +44,16 @@ import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.managers.http import Http, pause_s
-from tangram.rl.engines.base import EngineDied, EngineStatistics, Generation, Noise, Request, Sampling, Weights
+from tangram.rl.engines.base import (
+    EngineDied,
+    EngineStatistics,
+    Generation,
+    Noise,
+    Request,
+    RequestRefused,
+    Sampling,
+    Weights,
+)
 from tangram.rl.engines.dialects import DIALECTS, SAME, SHOWN, Calls, TextAlone
 from tangram.rl.engines.heard import Heard, NoLogprobs
 from tangram.rl.settings import Dialect, EngineSettings
@@ -59,10 +70,15 @@ ANSWER_BYTES_MAX = 64 << 20
 """Of one answer, or one line of it: far more than ids and log-probabilities of a long context take."""
 BUSY = (408, 425, 429)
 """It says nothing of the request, which may well be taken a little later."""
-BUSY_TRIES = 5
-BUSY_S, BUSY_S_MAX = 0.5, 8.0
+FAILED = 500
+"""From here on, its own failure, which may be over a little later."""
+TRIES = 5
+PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
+"""Before the first further try, doubled before each that follows, less a part by chance."""
 SET_UP = (401, 403, 404, 405, 407)
 """The fault of whoever set it up: the address, the name of the model, a key."""
+ABOUT_LENGTH = re.compile(r"context|length|too long|too many tokens|maximum", re.IGNORECASE)
+"""In what a server says of a request that does not fit."""
 MISSING = (404, 405, 501)
 """The server has no such call."""
 PROBE = (1, 2, 3)
@@ -99,8 +115,9 @@ class OpenAIEngine:
         model: str = "",
         key: str = "",
         temperature: float = 1.0,
-        silent_s_max: float = 300.0,
+        vocabulary: int | None = None,
     ) -> None:
+        """`vocabulary`: how many tokens the policy knows; None: whatever the server says is taken for one."""
         if dialect not in DIALECTS:
             raise InvalidConfig("dialect", dialect, f"one of {', '.join(DIALECTS)}")
         self.name = settings.name if settings.count == 1 else f"{settings.name}-{number}"
@@ -113,7 +130,8 @@ class OpenAIEngine:
         self._model = model
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._temperature = temperature
-        self._silent_s_max = silent_s_max
+        self._vocabulary = vocabulary
+        self._silent_s_max = settings.silent_s_max
         self._http = Http()
         self._session: aiohttp.ClientSession | None = None
         self._closed: asyncio.Future[None] | None = None
@@ -243,17 +261,17 @@ class OpenAIEngine:
         self._require_alive()
         if request.sampling.keep_ids and request.sampling.leaves_out:
             raise InvalidInput("keep_ids", True, "top_k = 0 and top_p = 1: this server does not tell the ids it left")
-        heard = Heard(self.name, request)
+        heard = Heard(self.name, request, vocabulary=self._vocabulary)
         self._active += 1
         try:
-            for tried in range(1, BUSY_TRIES + 1):
+            for tried in range(1, TRIES + 1):
                 try:
                     await self._asked(request, heard)
                     break
-                except _Busy as busy:
-                    if tried == BUSY_TRIES:
-                        raise EngineDied(self.name, f"had no place after {tried} tries: {busy}", None) from busy
-                    await asyncio.sleep(pause_s(tried, BUSY_S, BUSY_S_MAX))
+                except _Later as later:
+                    if tried == TRIES:
+                        raise await self._given_up(later) from later
+                    await asyncio.sleep(pause_s(tried, PAUSE_S, PAUSE_S_MAX))
         except EngineDied:
             self._alive = False
             raise
@@ -268,8 +286,20 @@ class OpenAIEngine:
         self._count(prefill_s=generation.prefill_s, decode_s=generation.decode_s)
         return generation
 
+    async def _given_up(self, last: _Later) -> EngineDied | RequestRefused:
+        """What to say of a request that was tried as often as any is."""
+        if not last.failed:
+            return EngineDied(self.name, f"{self._url} had no place after {TRIES} tries: it said {last}", None)
+        try:
+            await asyncio.wait_for(self._probed(1.0), PROBE_S_MAX)
+        except (ManagerError, TimeoutError):
+            return EngineDied(self.name, f"{self._url} failed {TRIES} times and then a probe: it said {last}", None)
+        return RequestRefused(
+            self.name, f"{self._url} failed this request {TRIES} times and answers others: it said {last}"
+        )
+
     async def _asked(self, request: Request, heard: Heard) -> None:
-        """Raises EngineDied with what was heard, InvalidInput and _Busy."""
+        """Raises EngineDied with what was heard, RequestRefused and _Later."""
         import aiohttp
 
         body = self._dialect.body(self._model, request, seed_of(request.noise, len(request.tokens)))
@@ -328,7 +358,10 @@ class OpenAIEngine:
                 raise ConnectionAbortedError("the engine was closed")
             if self._suspended_at is None and time.monotonic() >= self._resumed_at + self._silent_s_max:
                 raise TimeoutError
-        return waiting.result()
+        try:
+            return waiting.result()
+        except RuntimeError as error:  # what aiohttp says of a line that was closed while it was read
+            raise ConnectionAbortedError(str(error)) from error
 
     async def _answers(self, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
         """The pieces of an answer, each decoded."""
@@ -363,13 +396,14 @@ class OpenAIEngine:
 
     def _refuse(self, status: int, text: str) -> None:
         said = f"{status}: {text}"
-        if status in BUSY:
-            raise _Busy(said)
+        if status in BUSY or status >= FAILED:
+            raise _Later(said, failed=status >= FAILED)
         if status in SET_UP:
             reason = f"{self._url}{self._dialect.path} is set up wrongly, it said {said}; look at url, model and key"
             raise EngineDied(self.name, reason, None)
-        if 400 <= status < 500:
-            raise InvalidInput("request", said, f"what {self._url}{self._dialect.path} takes")
+        if 400 <= status < FAILED:
+            hint = "; lower context_max of [[engines]] to what it takes" if ABOUT_LENGTH.search(text) else ""
+            raise RequestRefused(self.name, f"{self._url}{self._dialect.path} refused the request: {said}{hint}")
         raise EngineDied(self.name, f"{self._url} said {said}", None)
 
     async def _abort(self, request: Request) -> None:
@@ -452,7 +486,7 @@ class OpenAIEngine:
             return "it tells no log-probabilities"
         except TimeoutError as error:
             raise ManagerError(f"{self._url} did not answer a probe within {PROBE_S_MAX:g} s") from error
-        except InvalidInput as error:
+        except RequestRefused as error:
             raise ManagerError(f"{self._url} refuses a probe of {len(PROBE)} tokens: {error}", retry=False) from error
         if self._temperature in (0.0, 1.0) or await self._is_scaled(found):
             return ""
@@ -474,11 +508,11 @@ class OpenAIEngine:
         request = Request(
             id=f"probe-{self.name}-{time.monotonic_ns()}", tokens=PROBE, sampling=sampling, noise=Noise(seed=seed)
         )
-        heard = Heard(self.name, request, probing=True)
+        heard = Heard(self.name, request, vocabulary=self._vocabulary, probing=True)
         try:
             await self._asked(request, heard)
-        except _Busy as busy:
-            raise ManagerError(f"{self._url} is busy: {busy}") from busy
+        except _Later as later:
+            raise ManagerError(f"{self._url} {'failed' if later.failed else 'is busy'}: {later}") from later
         if not heard.generation().tokens:
             raise ManagerError(f"{self._url} wrote nothing when it was asked for one token", retry=False)
         return heard.generation()
@@ -492,8 +526,12 @@ class OpenAIEngine:
         self._statistics = msgspec.structs.replace(self._statistics, **current)
 
 
-class _Busy(Exception):
-    """No place at the moment."""
+class _Later(Exception):
+    """It is to be asked again: it has no place at the moment, or `failed`."""
+
+    def __init__(self, said: str, *, failed: bool) -> None:
+        self.failed = failed
+        super().__init__(said)
 
 
 class _Missing(ManagerError):

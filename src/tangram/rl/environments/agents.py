@@ -14,6 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
@@ -39,6 +40,10 @@ T = TypeVar("T")
 
 class OutOfActions(Exception):
     """Raised by an agent that has nothing more to say: its episode is truncated there."""
+
+
+class CloseFailed(Exception):
+    """An environment was played, and could not be closed; its cause is what `close` raised."""
 
 
 class BadAnswer(TypeError):
@@ -123,7 +128,8 @@ async def play(
     """One episode of a task, or of an environment that was not reset yet, which is closed at its end.
 
     An agent may be the name of one that the task has; its chance is made of its name and the seed. What the environment
-    raises is raised, with a note of where; a call that takes longer than `timeout_s` raises TimeoutError.
+    raises is raised, with a note of where; a call that takes longer than `timeout_s` raises TimeoutError. What it
+    raises when it is closed is the cause of a CloseFailed, unless something went wrong before.
     """
     began_s = time.monotonic()
     task = resolve(what) if isinstance(what, str) else what
@@ -143,8 +149,11 @@ async def play(
             player.see(environment)
         limit = turns_max or turns_of(environment, environment)
         actions, steps = await _turns(environment, player, observation, limit, timeout_s)
-    finally:
-        await close(environment, timeout_s)
+    except BaseException:
+        with suppress(CloseFailed):
+            await close(environment, timeout_s)
+        raise
+    await close(environment, timeout_s)
     return Episode(
         task=path_of(task), agent=named, seed=seed, observation=observation, actions=tuple(actions), steps=tuple(steps),
         truncated=not (steps and steps[-1].done), seconds=time.monotonic() - began_s,
@@ -252,7 +261,11 @@ async def step(environment: Environment, action: str, timeout_s: float) -> Step:
 
 
 async def close(environment: Environment, timeout_s: float) -> None:
-    await _within(timeout_s, "close()", environment.close)
+    """Raises CloseFailed."""
+    try:
+        await _within(timeout_s, "close()", environment.close)
+    except Exception as error:
+        raise CloseFailed(f"{type(error).__name__}: {error}") from error
 
 
 async def _within(timeout_s: float, what: str, ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:

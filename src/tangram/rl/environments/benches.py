@@ -2,8 +2,9 @@
 
 Owns the sandboxes that nobody uses, and the way from a file and its cases to results. To make a sandbox and to start an
 interpreter costs ten times what the tests cost, so both are kept: between two runs the program stands still and holds
-no core. It is for code that somebody has read. Where any other has run, nothing is kept: the caller says so, and the
-bench goes. Never judges a result. Promises that a bench which is handed on has run nothing that nobody has read.
+no core. It runs code that somebody has read, and of any other it finds out whether it compiles at all, which runs
+nothing. Where code has run that nobody has read, nothing is kept: the caller says so, and the bench goes. Never judges
+a result. Promises that a bench which is handed on has run nothing that nobody has read.
 
     async with kept(client) as benches:               # around all episodes
         bench = await benches.take(key, sandbox, trajectory)
@@ -35,6 +36,7 @@ a rollout may stand still."""
 
 RUN = "tests"
 """Before the arguments of a command, which the program finds by it."""
+COMPILES = "compiles"
 HELD = f"""\
 import os
 def play(source, cases, part, width):
@@ -42,13 +44,22 @@ def play(source, cases, part, width):
     exec(source, space)
     for number in range(part, len(cases), width):
         name, a, b = cases[number]
-        results.append(b"%d %d\\n" % (number, space[name](int(a), int(b))))
+        try:
+            results.append(b"%d %d\\n" % (number, space[name](int(a), int(b))))
+        except Exception:
+            pass
     os.write(1, b"".join(results))
-def run(width, file, path, cases):
+def run(width, known, file, path, cases):
     with open(path, "wb") as solution:
         solution.write(file)
-    with open(path, "rb") as solution:
-        source = compile(solution.read(), path, "exec")
+    try:
+        with open(path, "rb") as solution:
+            source = compile(solution.read(), path, "exec")
+    except Exception:
+        return
+    if not known:
+        os.write(1, b"{COMPILES}\\n")
+        return
     children = []
     for part in range(1, width):
         child = os.fork()
@@ -66,13 +77,14 @@ while data := os.read(8, 65536):
     heard += data
     while b"\\0" in heard:
         command, _, heard = heard.partition(b"\\0")
-        width, file, path, cases = command[command.rindex(b"{RUN}:") + {len(RUN) + 1}:].decode().split(":")
-        path, cases = bytes.fromhex(path).decode(), bytes.fromhex(cases).decode()
-        run(int(width), bytes.fromhex(file), path, [case.split() for case in cases.splitlines()])
+        width, known, *words = command[command.rindex(b"{RUN}:") + {len(RUN) + 1}:].decode().split(":")
+        file, path, cases = (bytes.fromhex(word) for word in words)
+        run(int(width), known == "known", file, path.decode(), [case.split() for case in cases.decode().splitlines()])
         os.write(9, b"0\\n")
 os._exit(0)
 """
-"""Takes the place of a held shell. Writes each file that it is given, and the number and the result of each case."""
+"""Takes the place of a held shell. Writes each file that it is given, and the number and the result of each case; of
+one that is not known only whether it compiles."""
 
 
 class Bench:
@@ -97,10 +109,11 @@ class Bench:
 
     async def run(
         self, path: str, file: str, cases: Iterable[str], *, key: str, cpus: tuple[float, float] | None,
-        timeout_s: float, priority: int, capture: int,
+        timeout_s: float, priority: int, capture: int, known: bool,
     ) -> Result | None:  # fmt: skip
-        """One action: the file is written to the path, and the cases are run on it. For a file that somebody has read,
-        on a bench that is clean. None: the program cannot do it here."""
+        """One action on a bench that is clean: the file is written to the path, and the cases are run on it. One that
+        nobody has read, so not `known`, is only compiled, and if that succeeds nothing is known of its cases. None: the
+        program cannot do it here, or does not say."""
         assert self.clean, "its program is not to be trusted any more"
         if not self._can_hold or self._broken:
             return None
@@ -112,14 +125,16 @@ class Bench:
                 self._broken = False
                 return None
         words = (file, path, "".join(f"{case}\n" for case in cases))
-        command = ":".join((RUN, "{cpus}" if cpus else "1", *(word.encode().hex() for word in words)))
+        width, said = "{cpus}" if cpus else "1", "known" if known else "unknown"
+        command = ":".join((RUN, width, said, *(word.encode().hex() for word in words)))
         result = await self._session.exec(
             command, cpus=cpus, key=key, timeout_s=timeout_s, priority=priority, capture=capture
         )
         self._broken = not result.ok or result.session_ended
         # A program that ended says nothing about the file: it was killed for want of memory, or cannot be run here.
         ended = self._broken and result.status in (Status.SUCCEEDED, Status.TIMED_OUT)
-        return None if ended else result
+        says_nothing = ended or (not known and COMPILES.encode() in result.executed.stdout)
+        return None if says_nothing else result
 
 
 class Benches:

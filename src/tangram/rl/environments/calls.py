@@ -1,8 +1,8 @@
 """Calls: what environments are asked, each in a task of its own.
 
 An environment is anybody's code: it may keep a cancellation to itself, or leave Python. Owns how such a call is ended.
-Promises that ending one takes no longer than ENDING_S_MAX, whatever it does, and that SystemExit of a call is an error
-like any other.
+Promises that ending one takes no longer than ENDING_S_MAX, whatever it does, and that SystemExit and KeyboardInterrupt
+of a call are errors like any other: whoever presses Ctrl-C is heard by the loop, not by a call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ ENDING_S_MAX = 5.0
 """What a call that was cancelled may take to end: it may have a command to stop."""
 
 
+LEAVES = (SystemExit, KeyboardInterrupt)
+"""What a task would end the whole loop with."""
+
+
 class Exited(Exception):
-    """It called sys.exit, or raised SystemExit."""
+    """It called sys.exit, or raised SystemExit or KeyboardInterrupt."""
 
 
 def begun(ask: Callable[..., Awaitable[T]], *arguments: Any) -> asyncio.Task[T]:
@@ -28,8 +32,8 @@ def begun(ask: Callable[..., Awaitable[T]], *arguments: Any) -> asyncio.Task[T]:
 async def _answer(ask: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     try:
         return await ask(*arguments)
-    except SystemExit as error:  # a task would end the loop with it
-        raise Exited(f"SystemExit: {error}") from error
+    except LEAVES as error:
+        raise Exited(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 async def ended(call: asyncio.Task[Any], within_s: float | None = None) -> bool:
@@ -41,6 +45,7 @@ async def ended(call: asyncio.Task[Any], within_s: float | None = None) -> bool:
         return True
     call.cancel()  # once more, if it ever listens
     asyncio._unregister_task(call)  # asyncio.run would wait for it for ever
+    call._log_destroy_pending = False  # type: ignore[attr-defined]  # that it was left behind is for the caller to tell
     return False
 
 

@@ -18,10 +18,11 @@ alone. Whoever writes to its output, kills it or imitates it can only name resul
 that. The verdict is given in another sandbox, where no such code of the agent has run before, and after the old one was
 given back: whoever waits for memory holds none.
 
-A file of known operators alone is all our own text, whoever chose them. Its tests are run by a program that stands
-ready in the sandbox, and a sandbox that never saw another file is as good as new: within `prepare` it is kept for the
-next episode or verdict (environments/benches.py). One unread line, and from then on each run is a process of its own,
-and the sandbox is closed when it is given back.
+A file of known operators alone, one or several in a place, is all our own text, whoever chose them. Its tests are run
+by a program that stands ready in the sandbox, and a sandbox in which no other code ran is as good as new: within
+`prepare` it is kept for the next episode or verdict (environments/benches.py). A file that does not compile runs
+nothing either. One unread line that does, and from then on each run is a process of its own, and the sandbox is closed
+when it is given back.
 """
 
 from __future__ import annotations
@@ -255,15 +256,16 @@ class CodeFix:
     ) -> Result:  # fmt: skip
         """Raises ManagerError if the program cannot be run at all, which no code of the agent can bring about."""
         lines = [f"{name} {a} {b}" for name, a, b in cases]
-        if not all(text in OPERATORS for text in self._operators):
-            bench.clean = False
-        elif bench.clean:
-            known = await bench.run(
+        # Of our operators alone, however they stand together: numbers in, a number out, and nothing else.
+        known = all(word in OPERATORS for text in self._operators for word in text.split())
+        if bench.clean:
+            told = await bench.run(
                 FILE, self.source(), lines, key=key, cpus=cpus, timeout_s=timeout_s, priority=priority,
-                capture=OUTPUT_BYTES_MAX,
+                capture=OUTPUT_BYTES_MAX, known=known,
             )  # fmt: skip
-            if known is not None:
-                return known
+            if told is not None:
+                return told
+            bench.clean = known
         await bench.box.write(FILE, self.source())
         result = await bench.box.exec(
             (self._python, "-I", "-S", "-c", RUNNER, "{cpus}" if cpus else "1"),

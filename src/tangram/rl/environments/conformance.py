@@ -13,14 +13,14 @@ A task may say more of itself than a Task must: `reward_range`, the least and th
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from tangram.rl.environments.agents import CALL_TIMEOUT_S, BadAnswer
+from tangram.rl.environments.agents import BadAnswer, CloseFailed
 from tangram.rl.environments.base import Outside, Task
-from tangram.rl.environments.promises import PROMISES, Broken, Checking, Skipped, told
+from tangram.rl.environments.promises import CLOSES, PROMISES, Broken, Checking, Skipped, told
 from tangram.rl.environments.registry import path_of, resolve
 
 Verdict = Literal["ok", "failed", "skipped"]
@@ -28,6 +28,10 @@ Verdict = Literal["ok", "failed", "skipped"]
 EPISODES = 20
 """Of each agent: the share of an agent that succeeds one time in ten is below a quarter then, but for one check in a
 hundred."""
+
+
+CALL_S_MAX = 30.0
+"""Of one reset, step or close: a sandbox starts within seconds, and whoever checks an environment waits for it."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,30 +93,39 @@ async def check(
     episodes: int = EPISODES,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    timeout_s: float = CALL_TIMEOUT_S,
+    timeout_s: float = CALL_S_MAX,
+    tell: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Plays a task in all the ways that a rollout may. `timeout_s` is the limit of one call of an environment. Raises
-    InvalidConfig for a name that is none."""
+    """Plays a task in all the ways that a rollout may. `timeout_s` is the limit of one call of an environment. `tell`
+    is told how many promises of how many are judged, and which is next. Raises InvalidConfig for a name that is none.
+    """
     began_s = time.monotonic()
     assert episodes >= 2, "one episode says nothing of seeds"
     task = resolve(what) if isinstance(what, str) else what
     checking = Checking(task, outside or Outside(), episodes, seed, options or {}, timeout_s)
     findings: dict[str, Finding] = {}
     async with checking.stack:
-        for name, (promise, method, needs) in PROMISES.items():
+        for number, (name, (_, method, needs)) in enumerate(PROMISES.items()):
+            if tell is not None:
+                tell(number, len(PROMISES), name)
+            if name in findings:
+                continue
             broken = [need for need in needs if findings[need].verdict != "ok"]
+            if not broken:
+                found = await _found(name, method(checking))
+                findings[found.name] = found
+                broken = [found.name] if found.name != name else []
             if broken:
                 why = f"it can be judged once `{broken[0]}` is kept"
-                findings[name] = Finding(name=name, promise=promise, verdict="skipped", came=why)
-            else:
-                findings[name] = await _found(name, promise, method(checking))
+                findings[name] = Finding(name=name, promise=PROMISES[name][0], verdict="skipped", came=why)
     return Report(
         task=what if isinstance(what, str) else path_of(what), episodes=episodes, seed=seed,
-        findings=tuple(findings.values()), seconds=time.monotonic() - began_s,
+        findings=tuple(findings[name] for name in PROMISES), seconds=time.monotonic() - began_s,
     )  # fmt: skip
 
 
-async def _found(name: str, promise: str, judging: Awaitable[None]) -> Finding:
+async def _found(name: str, judging: Awaitable[None]) -> Finding:
+    """Of this promise; of `closes`, if that kept it from being judged."""
     verdict: Verdict = "ok"
     expected = came = advice = ""
     try:
@@ -121,6 +134,14 @@ async def _found(name: str, promise: str, judging: Awaitable[None]) -> Finding:
         verdict, came = "skipped", str(why)
     except Broken as broken:
         verdict, (expected, came, advice) = "failed", broken.args
+    except CloseFailed as error:
+        name, verdict, expected, came, advice = (
+            "closes",
+            "failed",
+            "close to work after an episode",
+            told(error),
+            CLOSES,
+        )
     except Exception as error:
         verdict, expected, came = "failed", "an answer as the protocol knows it", told(error)
         advice = "raise only if the infrastructure failed; answer what an agent does wrong with an observation"
@@ -128,4 +149,4 @@ async def _found(name: str, promise: str, judging: Awaitable[None]) -> Finding:
             advice = "return a text from reset, and a Step of this kind from step"
         if isinstance(error, TimeoutError):
             advice = "answer within the limit, or raise the limit if it needs more"
-    return Finding(name=name, promise=promise, verdict=verdict, expected=expected, came=came, advice=advice)
+    return Finding(name=name, promise=PROMISES[name][0], verdict=verdict, expected=expected, came=came, advice=advice)

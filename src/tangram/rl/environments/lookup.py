@@ -289,23 +289,23 @@ class Guessing:
 
 
 class Searching:
-    """Searches right. Then it answers what it found last; or any that it found, if it does not know better."""
+    """Searches right. Then it answers what it found last; or any name that it has seen, if it does not know better."""
 
     def __init__(self, chance: random.Random, *, knows: bool) -> None:
         self._chance = chance
         self._knows = knows
         self._left: list[str] = []
-        self._found: list[str] = []
+        self._seen: list[str] = []
 
     def act(self, observation: str) -> str:
         match observation.split():
             case ["ask", start, *relations]:
-                self._left, self._found = relations, []
+                self._left, self._seen = relations, [start]
                 name = start
             case ["found", name]:
-                self._found.append(name)
+                self._seen.append(name)
             case _:
                 name = ""
         if self._left and name:
             return f"SEARCH {name} {self._left.pop(0)}"
-        return f"ANS {self._found[-1] if self._knows else self._chance.choice(self._found)}"
+        return f"ANS {self._seen[-1] if self._knows else self._chance.choice(self._seen)}"

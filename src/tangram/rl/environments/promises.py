@@ -50,6 +50,10 @@ GARBAGE: Mapping[str, str] = {
 }
 
 
+CLOSES = "let close give back what there is, and nothing if there is nothing"
+"""What to do about one that raises or hangs."""
+
+
 class Broken(Exception):
     """A promise is not kept: what was expected, what came, what to do."""
 
@@ -248,7 +252,6 @@ class Checking:
                 raise Broken(expected, f"done = {step.done}, reward {step.reward:g}", advice)
 
     async def closes(self) -> None:
-        advice = "let close give back what there is, and nothing if there is nothing"
         lost = msgspec.structs.replace(self._outside, client=_NoClient())
         for when, outside, resets in (
             ("before any reset", self._outside, False),
@@ -270,7 +273,7 @@ class Checking:
             try:
                 await agents.close(environment, self._timeout_s)
             except Exception as error:
-                raise Broken(f"close to work {when}", told(error), advice) from error
+                raise Broken(f"close to work {when}", told(error), CLOSES) from error
 
     async def cancels(self) -> None:
         seed, episode = self._seeds[0], self._some()[0]
@@ -445,6 +448,8 @@ async def _require_none_left(before: set[asyncio.Task[Any]], cancelled: str) -> 
 
 
 def told(error: BaseException) -> str:
+    if isinstance(error, agents.CloseFailed) and error.__cause__ is not None:
+        error = error.__cause__
     text = "".join(traceback.format_exception_only(error)).strip().replace("\n", "; ")
     return text if len(text) <= ERROR_MAX else f"{text[:ERROR_MAX]}..."
 

@@ -5,7 +5,8 @@ and never waits. Promises:
 - the same weights, optimiser, version, settings and batch give the same step, to the last bit (on one thread);
 - `restore` of what `save` wrote gives the same next step, to the last bit;
 - a step that raises has changed nothing;
-- nothing is trained on that is older than the mode allows.
+- nothing is trained on that is older than the mode allows, and nothing that is older than the weights without a
+  correction for it.
 
     before the first step   imitate, imitate, ...   supervised, by an optimiser of its own; version 0
     then                    step, step, ...         each makes a version; the optimiser is new
@@ -13,6 +14,7 @@ and never waits. Promises:
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import tempfile
@@ -147,14 +149,17 @@ class Learner:
         if batch.version != self.version:
             raise InvalidInput("batch.version", batch.version, f"{self.version}, from which the step starts")
         training = self._settings.training
-        oldest = 0 if training.mode == "start-bound" else max(0, self.version - training.alpha)
+        oldest = max(0, self.version - training.alpha) if training.bounds_age else 0
+        why = f"in mode {training.mode} with α = {training.alpha}"
+        if self._objective.correction == "none":  # whatever the schedule allows
+            oldest, why = self.version, 'as objective.correction = "none" trains on nothing older'
         for group in batch.groups:
             for each in group.members:
                 if each.version_first is not None and not oldest <= each.version_first <= self.version:
                     raise InvalidInput(
                         f"{each.id}: version of the first token",
                         each.version_first,
-                        f"from {oldest} to {self.version} in mode {training.mode} with α = {training.alpha}",
+                        f"from {oldest} to {self.version} {why}",
                     )
 
     # ---- checkpoints ----
@@ -173,13 +178,19 @@ class Learner:
                 if reference is not None:
                     reference.save(inside / REFERENCE)
                 with (inside / STATE).open("wb") as file:
-                    torch.save({"version": self.version, "optimizer": self._optimised.state()}, file)
+                    file.write(self._state())
                     file.flush()
                     os.fsync(file.fileno())
                 for each in inside.iterdir():
                     each.rename(folder / each.name)
         except OSError as error:
             raise ManagerError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+    def _state(self) -> memoryview:
+        """Made before it is written: of a disk that is full, PyTorch tells nothing but a RuntimeError of its own."""
+        content = io.BytesIO()
+        torch.save({"version": self.version, "optimizer": self._optimised.state()}, content)
+        return content.getbuffer()
 
     def restore(self, folder: Path | str) -> None:
         """What `save` wrote. Raises ManagerError and InvalidConfig; then all is as it was."""

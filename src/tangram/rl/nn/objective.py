@@ -9,14 +9,17 @@ minibatch sum to the loss of the whole, so that it does not matter how it is div
     π_sampler  what each token was sampled with, by whichever version that was
 
 A loss of your own is `loss = "module:name"`: a function `(tokens: Tokens, settings: ObjectiveSettings) -> (loss,
-metrics)`, which takes the place of `clipped` below. An advantage of your own is `advantage = "module:name"`: a function
-from the rewards of a group to as many advantages.
+metrics)`, the loss a tensor with one number, which takes the place of `clipped` below. An advantage of your own is
+`advantage = "module:name"`: a function from the rewards of a group to as many advantages.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +126,10 @@ def rewarded(trajectory: Trajectory, settings: ObjectiveSettings, reward_low: Ma
 
 
 def checked(values: Sequence[float], group: Group) -> Sequence[float]:
-    found = [float(value) for value in values]
+    try:
+        found = [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{group.id}: advantage", values, f"{len(group.members)} numbers ({error})") from error
     if len(found) != len(group.members) or not all(map(math.isfinite, found)):
         raise InvalidInput(f"{group.id}: advantage", found, f"{len(group.members)} finite numbers")
     return found
@@ -157,15 +163,16 @@ ADVANTAGES: dict[str, Advantage] = {"std": standardised, "mean": centred, "leave
 
 def advantage_named(name: str) -> Advantage:
     """Raises InvalidConfig."""
-    return ADVANTAGES.get(name) or imported("objective.advantage", name)
+    return ADVANTAGES.get(name) or _imported("objective.advantage", name)
 
 
 def loss_named(name: str) -> Loss:
     """Raises InvalidConfig."""
-    return clipped if name == "clipped" else imported("objective.loss", name)
+    return clipped if name == "clipped" else _imported("objective.loss", name)
 
 
-def imported(key: str, path: str) -> Any:
+def _imported(key: str, path: str) -> Any:
+    """What it raises when it is called is InvalidInput: it would raise it again for the same samples."""
     module, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -175,7 +182,17 @@ def imported(key: str, path: str) -> Any:
         raise InvalidConfig(key, path, f"`module:name` of a function ({error})") from None
     if not callable(found):
         raise InvalidConfig(key, path, "`module:name` of a function")
-    return found
+
+    @functools.wraps(found)
+    def called(*given: Any) -> Any:
+        try:
+            return found(*given)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error}, {at.filename}:{at.lineno}"
+            raise InvalidInput(key, path, f"a function that does not raise for these samples ({what})") from error
+
+    return called
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -245,12 +262,39 @@ def clipped(tokens: Tokens, settings: ObjectiveSettings) -> tuple[Tensor, Metric
 
 def whole(tokens: Tokens, settings: ObjectiveSettings, loss: Loss) -> tuple[Tensor, dict[str, Tensor | float]]:
     """The loss with the divergence from the reference and the entropy, whatever the loss is."""
-    found, metrics = loss(tokens, settings)
-    told = dict(metrics)
+    found, told = _answered(loss(tokens, settings), settings, loss)
     if tokens.reference is not None:
         apart = divergence(tokens.logprobs, tokens.reference)
         found = found + settings.kl * (tokens.share * apart).sum()
         told["kl_reference"] = apart.detach().double().mean()
     if tokens.entropy is not None and settings.entropy:
         found = found - settings.entropy * (tokens.share * tokens.entropy).sum()
+    if tokens.logprobs.requires_grad and not found.requires_grad:
+        raise _no_loss("a number without a gradient", settings, loss)
     return found, told
+
+
+def _answered(made: Any, settings: ObjectiveSettings, loss: Loss) -> tuple[Tensor, dict[str, Tensor | float]]:
+    """What a loss returned. Raises InvalidInput, if it is none: it would return the same again."""
+    match made:
+        case (Tensor() as found, Mapping() as metrics):
+            pass
+        case _:
+            raise _no_loss(_described(made), settings, loss)
+    if found.numel() != 1:
+        raise _no_loss(f"{_described(found)} as the loss", settings, loss)
+    for name, value in metrics.items():
+        if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise _no_loss(f"{_described(value)} as metric {name}", settings, loss)
+    return found, dict(metrics)
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _no_loss(returned: str, settings: ObjectiveSettings, loss: Loss) -> InvalidInput:
+    code = getattr(inspect.unwrap(loss), "__code__", None)
+    where = f", {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    expected = "a function that returns (loss, metrics): a tensor with one number and a gradient, and numbers by name"
+    return InvalidInput("objective.loss", settings.loss, f"{expected} (it returned {returned}{where})")

@@ -218,6 +218,8 @@ class Step:
             "weight_truncated": objective.truncated(start, sampler, settings),
             "entropy": self._entropy,
         }
+        if self._teacher is not None:
+            means["kl_teacher"] = objective.divergence(start, self._teacher)
         gone_through = len(start) * settings.epochs
         return {
             "loss": math.fsum(loss for loss, _ in told) / len(told),

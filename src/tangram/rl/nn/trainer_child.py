@@ -187,6 +187,9 @@ def main(fd: int, owner: int) -> NoReturn:
     pulse.start()
     try:
         trainer = Trainer(hello)
+    except InvalidInput as error:
+        other.tell(Refused(ask=0, field=error.field, value=str(error.value), expected=error.expected))
+        sys.exit(1)
     except (TangramError, OSError) as error:
         retry = not isinstance(error, TangramError) or getattr(error, "retry", False)
         other.tell(NotReady(ask=0, reason=f"{type(error).__name__}: {error}", retry=retry))

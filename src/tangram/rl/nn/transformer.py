@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tangram.errors import InvalidConfig, InvalidInput
+from tangram.rl.settings import CONTEXT_MAX
 
-CONTEXT_MAX = 1 << 20
-"""Of any model: the angles of all positions are held in memory."""
 HEAD_STD = 0.02
 """Of the first weights of an output layer: what they say is close to uniform, so that a new policy tries everything."""
 
