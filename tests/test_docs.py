@@ -201,6 +201,28 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
     assert broken_links(document, ROOT) == []
 
 
+def explained(text: str) -> list[tuple[str, list[str]]]:
+    """Each `$ tangram ... --explain` of a config that the project has, with the lines that follow it."""
+    shown = [block.text.splitlines() for block in blocks_of(text) if block.language == "console"]
+    return [(lines[0], lines[1:]) for lines in shown if re.match(r"\$ tangram .*\bexamples/\S+ --explain$", lines[0])]
+
+
+@each_document
+def test_what_is_said_to_be_explained_is_what_the_command_prints(
+    document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from tangram.cli import app
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for command, lines in explained(document.read_text(encoding="utf-8")):
+        told = CliRunner().invoke(app, command.removeprefix("$ tangram ").split())
+        printed = [line for line in told.output.splitlines() if not line.startswith("! sandboxes need root")]
+        assert printed == lines, command
+
+
 @each_document
 def test_commands_shown_exist(document: Path) -> None:
     shown = verbs_shown(document.read_text(encoding="utf-8"))

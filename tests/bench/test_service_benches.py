@@ -245,6 +245,17 @@ def test_processes_below_are_those_of_all_generations() -> None:
             os.killpg(first.pid, signal.SIGKILL)
 
 
+def test_a_spawner_that_is_nobodys_child_is_found_by_its_lock(tmp_path: Path) -> None:
+    kept = tmp_path / "state" / "owners" / "service" / "kept"
+    kept.mkdir(parents=True)
+    service = soak.ServiceProcess.__new__(soak.ServiceProcess)
+    assert soak.Footprint(service, tmp_path)._spawners() == []
+    (kept / "spawner.lock").write_text("")
+    assert soak.Footprint(service, tmp_path)._spawners() == [], "it has not said yet who it is"
+    (kept / "spawner.lock").write_text("4711")
+    assert soak.Footprint(service, tmp_path)._spawners() == [4711]
+
+
 # ---- dashboard ------------------------------------------------------------------------------------------------
 
 

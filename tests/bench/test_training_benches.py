@@ -59,7 +59,7 @@ def test_a_rung_of_the_ladder_is_climbed_for_real(tmp_path: Path) -> None:
 
 def test_a_run_of_learning_is_looked_at_and_drawn(tmp_path: Path) -> None:
     async def ran() -> learning.Run:
-        sizes = msgspec.structs.replace(learning.QUICK, batch=2, members=2, episodes=2, every=1)
+        sizes = msgspec.structs.replace(learning.QUICK, batch=2, batch_dear=2, members=2, episodes=2, every=1)
         settings = learning._settings(sizes, ("chain",), 0, steps=2)
         unwarmed = msgspec.structs.replace(
             settings, tasks=(msgspec.structs.replace(settings.tasks[0], warm_until=0.0),)

@@ -37,6 +37,11 @@ def test_help_of_every_verb_has_examples(cli) -> None:
         assert "Example" in done.out and f"tangram {' '.join(words)}" in done.out
 
 
+def test_help_is_shown_as_a_flag_which_takes_no_value(cli) -> None:
+    for words in ([], ["status"], ["trace"], ["trace", "show"]):
+        assert re.search(r"--help +Show this message and exit", cli(*words, "--help").out), words
+
+
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys; sys.argv = ['tangram', '--help']\n"
@@ -120,6 +125,88 @@ def test_ctrl_c_ends_all_processes_and_exits_with_130(verb: str, workers: int, t
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+STUBBORN = """
+import asyncio, pathlib
+from tangram.rl.environments.chain import Chain
+
+class Stubborn(Chain):
+    async def step(self, action):
+        pathlib.Path("stepped").touch()
+        while True:
+            try:
+                await asyncio.sleep(3600.0)
+            except asyncio.CancelledError:
+                pass
+"""
+SLOW = """
+import pathlib, time
+
+def slow(transcript):
+    pathlib.Path({place!r}).touch()
+    time.sleep(3600.0)
+"""
+PLAYED = """
+[groups]
+size = 1
+[[tasks]]
+name = "chain"
+environment = "{environment}"
+"""
+SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+def signalled(folder: Path, number: int, *words: str) -> tuple[int, str, str]:
+    """Exit code and both streams of the command, that is sent a signal once there is a file `stepped`."""
+    process = subprocess.Popen(
+        [COMMAND, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        # As a shell starts what follows `&` in a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        wait_until(lambda: (folder / "stepped").exists() or process.poll() is not None)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@SIGNALS
+def test_a_signal_ends_a_check_of_an_environment_that_does_not_listen(number: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    ended, out, err = signalled(tmp_path, number, "rl", "check", "stubborn:Stubborn")
+    assert (ended, out, err) == (code, "", "")
+
+
+@SIGNALS
+def test_a_signal_ends_a_rollout_which_says_what_was_played(number: int, code: int, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    (tmp_path / "play.toml").write_text(PLAYED.format(environment="stubborn:Stubborn"))
+    words = ("rl", "rollout", "play.toml", "--groups", "1", "--quiet", "--out", "log.jsonl")
+    ended, out, err = signalled(tmp_path, number, *words)
+    assert (ended, out) == (code, "")
+    said = "interrupted: 1 trajectory ended (1 cancelled); what was played is in log.jsonl: tangram rl show log.jsonl"
+    assert said in err and "Traceback" not in err and "Task was destroyed" not in err
+    assert run("rl", "show", tmp_path / "log.jsonl").returncode == 0
+
+
+def test_sigterm_ends_a_rollout_whose_reward_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "rewards.py").write_text(SLOW.format(place=str(tmp_path / "stepped")))
+    reward = '[tasks.reward]\nkind = "function"\nfunction = "rewards:slow"\n[outside]\nbackend = "process"\n'
+    (tmp_path / "play.toml").write_text(PLAYED.format(environment="chain") + reward)
+    ended, out, err = signalled(tmp_path, signal.SIGTERM, "rl", "rollout", "play.toml", "--groups", "1", "--quiet")
+    assert (ended, out) == (143, "")
+    assert err == "interrupted: 1 trajectory ended (1 cancelled); none is kept without --out FILE\n"
 
 
 # ---- streams --------------------------------------------------------------------------------------------------

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +106,71 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(cli: Cli, trained: Path) -
     assert done.json["step"] == 0 and "00000020" in done.err
 
 
+def test_a_named_checkpoint_that_is_damaged_is_not_played(cli: Cli, trained: Path) -> None:
+    named = trained / CHECKPOINTS / folder_name(20)
+    with (named / "model.safetensors").open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"xy")
+    done = cli("rl", "eval", named, "--task", "chain", "--episodes", 1)
+    assert done.code != 0 and f"checkpoint {named} is damaged: model.safetensors is not what was written" in done.err
+
+
+def test_a_run_that_deletes_the_checkpoint_meanwhile_disturbs_nobody(
+    cli: Cli, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tangram.rl import assembly
+
+    def retained(settings: RolloutSettings) -> Any:
+        shutil.rmtree(trained / CHECKPOINTS, ignore_errors=True)
+        return tasks_of(settings)
+
+    tasks_of, out = assembly.tasks_of, tmp_path / "played.jsonl"
+    monkeypatch.setattr(assembly, "tasks_of", retained)
+    before = set(trained.iterdir())
+    told = cli("rl", "eval", trained, "--task", "chain", "--episodes", 1, "--out", out, "--json").json
+    assert told["step"] == 20 and told["tasks"]["chain"]["episodes"] == 1
+    assert before - set(trained.iterdir()) == {trained / CHECKPOINTS} and set(trained.iterdir()) < before
+    named = json.loads(out.read_text().splitlines()[0])["settings"]["policy"]["checkpoint"]
+    assert named == str(trained / CHECKPOINTS / folder_name(20)), "what it is called, not where it was held"
+
+
+def test_what_is_wrong_with_a_checkpoint_is_said_of_the_one_that_was_named(cli: Cli, trained: Path) -> None:
+    named = trained / CHECKPOINTS / folder_name(20)
+    for name in ("words.json", "whole.json"):
+        (named / name).unlink()
+    seal(named)
+    done = cli("rl", "eval", named)
+    assert done.code == 2 and f"checkpoint: expected a folder with words.json or a tokenizer, got '{named}'" in done.err
+    assert "policy.checkpoint" not in done.err and "tangram-weights" not in done.err
+
+
+def test_an_environment_of_ones_own_is_found_where_the_run_found_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever plays the run, and by whoever replays what they wrote, wherever they are."""
+    own, out = tmp_path / "own", tmp_path / "played.jsonl"
+    own.mkdir()
+    (own / "eval_own_lake.py").write_text("from tangram.rl.environments.frozenlake import FrozenLake as Lake\n")
+    config = own / "mine.toml"
+    config.write_text(
+        "[policy]\nlayers = 1\nwidth = 16\nheads = 2\n[groups]\nsize = 2\n[training]\nsteps = 1\nbatch = 1\n"
+        '[[tasks]]\nname = "lake"\nenvironment = "eval_own_lake:Lake"\n'
+    )
+
+    def called(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tangram", *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    trained = called("train", config, "--out", "run", "--quiet")
+    assert trained.returncode == 0, trained.stderr
+    evaluation = next(line for line in trained.stdout.splitlines() if line.startswith("evaluate it: tangram "))
+    words = shlex.split(evaluation.removeprefix("evaluate it: tangram "))
+    played = called(*words, "--episodes", 2, "--out", out)
+    assert played.returncode == 0, played.stderr
+    replayed = called("rl", "replay", out)
+    assert replayed.returncode == 0, replayed.stderr
+
+
 def test_a_checkpoint_outside_of_a_run_needs_a_config(cli: Cli, trained: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone" / "weights"
     alone.parent.mkdir()
@@ -112,6 +181,9 @@ def test_a_checkpoint_outside_of_a_run_needs_a_config(cli: Cli, trained: Path, t
     config.write_text('[evaluation]\nepisodes = 2\ntemperature = 0.5\n[[tasks]]\nname = "chain"\n')
     told = cli("rl", "eval", alone, "--config", config, "--json").json
     assert told["step"] is None and told["temperature"] == 0.5 and told["tasks"]["chain"]["episodes"] == 2
+    (alone / "model.safetensors").write_bytes(b"no weights")
+    damaged = cli("rl", "eval", alone, "--config", config)
+    assert damaged.code != 0 and f"checkpoint {alone} is damaged: model.safetensors is not what" in damaged.err
 
 
 def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, trained: Path, tmp_path: Path) -> None:
@@ -129,6 +201,14 @@ def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, trained: Path, t
     assert "the folder of a run, with checkpoints in it" in cli("rl", "eval", tmp_path / "other").err
     gone = cli("rl", "eval", trained / CHECKPOINTS / folder_name(7))
     assert gone.code == 2 and "(there are 00000000, 00000020)" in gone.err
+
+
+def test_a_server_is_said_to_play_what_it_has_loaded(cli: Cli, trained: Path, tmp_path: Path) -> None:
+    config = tmp_path / "served.toml"
+    config.write_text('[[tasks]]\nname = "chain"\n[[engines]]\nkind = "openai"\nurl = "http://127.0.0.1:1"\n')
+    said = cli("rl", "eval", trained, "--config", config, "--episodes", "1")
+    assert said.code == 2, "nobody serves there"
+    assert f"engine engine plays what its server has loaded, which has to be {trained}" in said.err
 
 
 def test_one_task_of_a_run_goes_without_the_teachers_of_others(tmp_path: Path) -> None:

@@ -58,6 +58,20 @@ def test_a_rollout_is_played_written_down_shown_and_profiled(cli: Cli, config: P
     assert again.code == 0, again.err
 
 
+def test_engines_and_trajectories_are_told_by_one_clock(cli: Cli, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "log.jsonl"
+    assert cli("rl", "rollout", str(config), "--groups", "1", "--out", str(out), "--quiet").code == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    started = [each["record"]["at_s"] for each in lines if each["record"].get("name") == "EngineStarted"]
+    began = [each["record"]["began_s"] for each in lines if each["kind"] == "trajectory"]
+    assert len(started) == 2 and len(began) == 2
+    assert min(started) > 0.0 and max(started) <= min(began), "nobody plays before the engines serve"
+
+
+def test_one_group_is_said_in_the_singular(cli: Cli, config: Path) -> None:
+    assert "1 group in " in cli("rl", "rollout", str(config), "--groups", "1", "--quiet").out
+
+
 def _first_turn(line: str) -> dict[str, str] | None:
     record = json.loads(line)
     return record["record"]["turns"][0] if record["kind"] == "trajectory" else None
@@ -85,6 +99,50 @@ def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, config: Path, tm
     there = tmp_path / "log.jsonl"
     there.write_text("mine")
     assert cli("rl", "rollout", str(config), "--out", str(there)).code == 2 and there.read_text() == "mine"
+
+
+TASK = '[[tasks]]\nname = "chain"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TASK * 2, "tasks.name: expected a name of its own for each table [[tasks]]"),
+        (f'[policy]\ncheckpoint = "nowhere"\n{TASK}', "policy.checkpoint: expected a folder with words.json"),
+        (f"[[engines]]\ncontext_max = 4\n{TASK}", "engines.context_max: expected more than tokens_max of task chain"),
+        (f"{TASK}[tasks.options]\nfoo = 1\n", "options of task chain: expected options that"),
+        (
+            f'{TASK}[tasks.reward]\nkind = "command"\n[outside]\nbackend = "process"\n',
+            "tasks.chain.reward.kind: expected a kind that tangram.rl.environments.chain:Chain can be rewarded by",
+        ),
+        (
+            f'{TASK}[tasks.reward]\nkind = "model"\nservice = "nope"\n[outside]\nbackend = "process"\n',
+            "tasks.chain.reward.service: expected one of connect(services=...)",
+        ),
+        (
+            f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "no_such:f"\n[outside]\nbackend = "process"\n',
+            "tasks.chain.reward.function: expected a module that can be imported",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_file_before_anything_is_played(
+    cli: Cli, config: Path, text: str, said: str
+) -> None:
+    config.write_text(text)
+    out = config.with_name("log.jsonl")
+    wrong = cli("rl", "rollout", str(config), "--quiet", "--out", str(out))
+    assert wrong.code == 2 and f"tangram: {config}: {said}" in wrong.err
+    assert not out.exists() or '"trajectory"' not in out.read_text()
+
+
+def test_a_check_has_a_limit_for_each_call(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging_chain.py").write_text(
+        "import asyncio\nfrom tangram.rl.environments.chain import Chain\n"
+        "class Hanging(Chain):\n    async def step(self, action): await asyncio.sleep(3600.0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = cli("rl", "check", "hanging_chain:Hanging", "--timeout", "0.2")
+    assert found.code == 1 and "expected an answer within 0.2 s, got none" in found.out
 
 
 def test_check_says_what_a_task_keeps(cli: Cli) -> None:

@@ -60,12 +60,16 @@ def step(number: int, reward: float) -> Trained:
         tasks={"frozenlake": task, "chain": task},
         staleness=(3, 1),
         dropped={"stale": 1} if number == 2 else {},
+        dropped_so_far={"stale": 1} if number >= 2 else {},
     )
 
 
 def checkpoint_of(folder: Path) -> str:
     """From the root, as a pipeline tells it."""
     return str(folder.absolute() / "checkpoints" / "00000004")
+
+
+LEFT = "from step 2, version 2: 3 groups wait; checkpoint 00000003 is damaged"
 
 
 class Scripted:
@@ -84,6 +88,7 @@ class Scripted:
         folder: Path,
         *,
         resume: bool = False,
+        modules: tuple[str, ...] = (),
         tell: Callable[[AnyLine], None] | None = None,
         client: object = None,
         progress: Callable[[float, str], None] | None = None,
@@ -103,7 +108,17 @@ class Scripted:
                 raise self.refuse
             first = 2 if resume else 0
             came = "00000002" if resume else ""
-            both(Began(at_s=0.0, began_at=0.0, step=first, mode="rollart", alpha=1, resumed_from=came))
+            both(
+                Began(
+                    at_s=0.0,
+                    began_at=0.0,
+                    step=first,
+                    mode="rollart",
+                    alpha=1,
+                    resumed_from=came,
+                    left=LEFT if resume else "",
+                )
+            )
             if not resume:
                 both(Warmed(at_s=5.0, step=30, loss=0.2, scores={"frozenlake": 0.4}, over=True))
                 both(Evaluated(at_s=6.0, step=0, seconds=1.0, scores={"frozenlake": 0.4, "chain": 0.1}))
@@ -114,7 +129,9 @@ class Scripted:
                 raise self.fail
             both(Noticed(at_s=15.0, kind="engine", text="engine-0 was lost and is back"))
             both(Evaluated(at_s=16.0, step=4, seconds=1.0, scores={"frozenlake": 0.9, "chain": 0.75}))
-            over = Over(at_s=17.0, step=4, cause=self.cause, checkpoint=checkpoint_of(folder))
+            over = Over(
+                at_s=17.0, step=4, cause=self.cause, checkpoint=checkpoint_of(folder), dropped_so_far={"stale": 1}
+            )
             both(over)
             return over
 
@@ -142,7 +159,15 @@ def test_a_run_ends_with_what_was_reached_and_where_everything_is(cli: Cli, conf
     assert "tensorboard --logdir build/runs/small/tensorboard" in done.out
     assert "tangram rl eval build/runs/small" in done.out
     assert "checkpoint:  build/runs/small/checkpoints/00000004" in done.out, "it was told from the root"
-    assert "over: step 4 of 4 (steps)" in done.err and "; 17 s so far" in done.err, "as long as the summary says"
+    assert "over: step 4 of 4 (all are made)" in done.err and "; 17 s so far" in done.err, "as long as the summary says"
+
+
+def test_what_a_resumption_did_is_said(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert "resumed" not in cli("train", config, "--steps", 3).out
+    done = cli("train", config, "--resume")
+    assert f"noticed after 0 s: resumed: {LEFT}\n" in done.err and f"noticed: resumed: {LEFT}\n" in done.out
+    quiet = cli("train", config, "--steps", 5, "--resume", "--quiet")
+    assert "resumed" not in quiet.err and f"noticed: resumed: {LEFT}\n" in quiet.out
 
 
 def test_one_is_not_several(cli: Cli, config: Path, pipeline: Scripted) -> None:
@@ -158,7 +183,7 @@ def test_json_prints_the_summary_alone(cli: Cli, config: Path, pipeline: Scripte
 
 
 def test_without_a_terminal_the_view_is_a_line(cli: Cli, config: Path, pipeline: Scripted) -> None:
-    assert "over: step 4 of 4 (steps); reward frozenlake 0.400" in cli("train", config).err
+    assert "over: step 4 of 4 (all are made); reward frozenlake 0.400" in cli("train", config).err
     assert "step 4" not in cli("train", config, "--fresh", "--quiet").err
 
 
@@ -227,6 +252,14 @@ def test_fresh_deletes_the_run_and_nothing_else(cli: Cli, config: Path, pipeline
     assert (folder / "notes.txt").read_text() == "mine" and not (folder / "checkpoints" / "00000004").exists()
 
 
+def test_folders_of_others_that_bear_our_names_are_left_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    Path("mine/checkpoints/best").mkdir(parents=True)
+    for how in ((), ("--fresh",)):
+        wrong = cli("train", config, "--out", "mine", *how)
+        assert wrong.code == 2 and "move them away" in wrong.err and "--resume" not in wrong.err
+    assert [path.name for path in Path("mine").rglob("*")] == ["checkpoints", "best"]
+
+
 def test_a_run_that_somebody_trains_is_not_deleted(cli: Cli, config: Path, pipeline: Scripted) -> None:
     assert cli("train", config).code == 0
     with open_run(Path("build/runs/small"), load_with(TrainSettings, config), resume=True):
@@ -251,15 +284,16 @@ def test_an_end_that_was_not_meant_is_a_failure(cli: Cli, config: Path, pipeline
     assert failed.code == 1 and failed.json["cause"] == "3 stalls in a row" and "3 stalls in a row" in failed.err
 
 
-@pytest.mark.parametrize("error", [InvalidInput("batch", "nan", "groups that can be trained on"),
-                                   InvalidConfig("engine a", "one for evaluation", "one that trains")])  # fmt: skip
+@pytest.mark.parametrize(("error", "again"), [(InvalidInput("batch", "nan", "groups that can be trained on"), True),
+                         (InvalidConfig("engine a", "one for evaluation", "one that trains"), False)])  # fmt: skip
 def test_what_is_wrong_with_a_run_that_began_is_a_failure_of_it(
-    cli: Cli, config: Path, pipeline: Scripted, error: InvalidInput
+    cli: Cli, config: Path, pipeline: Scripted, error: InvalidInput, again: bool
 ) -> None:
+    """What is wrong with its config, the same command would find wrong again."""
     pipeline.fail = error
     failed = cli("train", config)
     assert failed.code == 1 and f"the run failed: {error}" in failed.err
-    assert f"go on with it: tangram train {config} --resume" in failed.err
+    assert (f"go on with it: tangram train {config} --resume" in failed.err) is again
     assert "4 steps in" in failed.out and Path("build/runs/small/report.html").is_file()
 
 
@@ -284,9 +318,11 @@ from tangram.rl.metrics_log import MetricsLog
 from tangram.rl.run_folder import open_run
 from tangram.rl.training_records import Began, Over
 
-async def train(settings, folder, *, resume=False, tell=None, client=None, progress=None, watch=None):
+async def train(settings, folder, *, resume=False, modules=(), tell=None, client=None, progress=None, watch=None):
     with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:
-        log.tell(Began(at_s=0.0, began_at=0.0, mode="rollart", alpha=1))
+        began = Began(at_s=0.0, began_at=0.0, mode="rollart", alpha=1, resumed_from={resumed_from!r})
+        log.tell(began)
+        tell(began)
         print("ready", flush=True)
         try:
             await asyncio.Event().wait()
@@ -310,7 +346,12 @@ def test_a_signal_saves_and_says_how_to_go_on(config: Path, number: int, code: i
     assert ended == code
     assert f"go on with it: tangram train {config} --resume" in err
     assert "checkpoint:  there" in out and "Traceback" not in err
-    assert "is finished and saved" in err
+    assert "nothing is saved of a warm start that is not over" in err
+
+
+def test_a_signal_says_that_a_step_is_finished_first(config: Path) -> None:
+    _, err, _ = _signalled(config, [signal.SIGINT], patient=False, resumed_from="a checkpoint")
+    assert "the step that is under way is finished and saved; once more stops it at once" in err
 
 
 def test_a_second_signal_does_not_wait(config: Path) -> None:
@@ -318,8 +359,8 @@ def test_a_second_signal_does_not_wait(config: Path) -> None:
     assert ended == 130 and "Traceback" not in err
 
 
-def _signalled(config: Path, numbers: list[int], *, patient: bool) -> tuple[str, str, int]:
-    program = textwrap.dedent(WAITS.format(config=str(config), patient=patient))
+def _signalled(config: Path, numbers: list[int], *, patient: bool, resumed_from: str = "") -> tuple[str, str, int]:
+    program = textwrap.dedent(WAITS.format(config=str(config), patient=patient, resumed_from=resumed_from))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     running = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -355,10 +396,27 @@ def test_explain_says_what_would_be_run_and_starts_nothing(cli: Cli, config: Pat
     assert told["mode"] == "rollart" and told["binding"]["tasks"][0]["task"] == "frozenlake"
 
 
+def test_explain_says_that_alpha_0_plays_and_trains_in_turn(cli: Cli, config: Path) -> None:
+    for mode in ("start-bound", "rollart"):
+        told = cli("train", config, "--explain", "--set", f"training.mode={mode}", "--set", "training.staleness=0").out
+        assert f"{mode}, α 0: a batch is played, each trajectory at its own pace, then trained on" in told
+
+
+def test_explain_refuses_what_would_be_refused(cli: Cli, config: Path) -> None:
+    wrong = cli("train", config, "--explain", "--set", "sampling.top_k=3")
+    assert wrong.code == 2 and f"{config}: sampling.top_k: expected 0 for training" in wrong.err
+
+
 def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
     said = cli("train", config, "--explain", "--set", "outside.backend=process")
     assert "process; acts there: codefix; rewarded there: codefix by command" in said.out
+
+
+def test_a_loss_that_is_not_there_is_refused_before_anything_starts(cli: Cli, config: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
+    wrong = cli("train", config, "--explain", "--set", "objective.loss=json:nothing")
+    assert wrong.code == 2 and "objective.loss: expected `module:name` of a function" in wrong.err
 
 
 @pytest.mark.parametrize(
@@ -383,11 +441,28 @@ def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:
         ("tasks=3", "tasks.NAME.KEY=VALUE"),
         ("objective.correction=none", "in mode rollart samples are older"),
         ("training.batch_min=2", "both batch_min and batch_wait_s"),
+        ("policy.width=63", "policy.heads: expected a divisor of width, which is 63"),
+        ("policy.heads=64", "an even part of width, which is 64"),
+        ("policy.heads=5", "a divisor of width, which is 64"),
+        ("engines.0.context_max=2000000", "at most 1048576"),
     ],
 )
 def test_what_is_wrong_with_a_change_is_said_of_it(cli: Cli, config: Path, change: str, said: str) -> None:
     wrong = cli("train", config, "--set", "training.steps=7", "--set", change, "--explain")
     assert wrong.code == 2 and f"--set {change}" in wrong.err and said in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sampling.temperature", 0.0), ("sampling.top_k", 3), ("sampling.top_p", 0.5), ("groups.size", 1)],
+)
+def test_what_can_be_played_and_not_trained_on_is_said_with_the_file_and_its_table(
+    cli: Cli, config: Path, pipeline: Scripted, key: str, value: float
+) -> None:
+    for how in ((), ("--explain",)):
+        wrong = cli("train", config, "--set", f"{key}={value}", *how)
+        assert wrong.code == 2 and f"{config}: {key}: expected " in wrong.err
+    assert pipeline.settings is None and not Path("build").exists()
 
 
 def test_what_is_wrong_with_the_file_is_said_of_the_file(cli: Cli, config: Path) -> None:

@@ -122,13 +122,16 @@ def test_a_run_shows_rewards_scores_rates_staleness_pools_and_engines() -> None:
         Evaluated(at_s=8.0, step=8, seconds=1.0, scores={"chain": 0.7}, spread={"chain": 0.03}),
         Noticed(at_s=9.0, kind="stall", text="17 trajectories wait for pool `search`"),
     )
+    view.began("chain/0/0.0", "chain")
+    view.stage("chain/0/0.0", Stage.GENERATE)
     screen = "\n".join(shown(view))
     assert "training" in screen and "step 8 of 100" in screen and "about 3 min 4 s left" in screen
     assert "rollart, α 2" in screen and "48 trajectories/s, 320 tokens/s" in screen
     assert "wait 25%, train 50%" in screen
     assert re.search(r"staleness +0 █+ 75%  1 █+ 25%", screen)
-    assert "12 in play, 3 in the buffer" in screen
-    assert "generate 40, step 7" in screen
+    assert re.search(r"groups +after step 8: 12 in play, 3 in the buffer\n", screen)
+    assert re.search(r"now +generate 1\n", screen)
+    assert "; after step 8: 12 in play, 3 in the buffer; now in generate 1; " in view.line()
     assert re.search(r"chain +0\.080 +▁+.* +0\.700 ±0\.03, first 0\.100 +2\n", screen)
     assert re.search(r"cpu@local +250 ms +1\.5 s +50% +2 +4", screen)
     assert re.search(r"engine-0 +7 +62%", screen)
@@ -190,7 +193,7 @@ def test_a_run_that_went_back_counts_its_pace_anew() -> None:
 
 def test_a_run_that_is_over_says_why() -> None:
     view = running(trained(1), Over(at_s=3.0, step=1, cause="seconds"))
-    assert "step 1 of 100 (seconds)" in "\n".join(shown(view))
+    assert "step 1 of 100 (its time is over)" in "\n".join(shown(view))
 
 
 def test_what_trajectories_do_now_is_watched() -> None:
@@ -230,7 +233,7 @@ def test_it_fits(width: int, height: int, count: int) -> None:
     pools = tuple(msgspec.structs.replace(pool, name=f"pool-{number}") for number in range(count))
     engines = tuple(msgspec.structs.replace(engine, name=f"engine-{number}") for number in range(count))
     for step in range(1, 80):
-        view.tell(trained(step, names, pools=pools, engines=engines, dropped={"stale": 1}, aborted=2))
+        view.tell(trained(step, names, pools=pools, engines=engines, dropped_so_far={"stale": 1}, aborted=2))
     for number in range(count):
         view.tell(Noticed(at_s=1.0, kind="stall", text=f"number {number} " + "x" * 200))
     rows = shown(view, width, height)
@@ -260,7 +263,7 @@ def test_names_cannot_steer_the_terminal() -> None:
             pools=(msgspec.structs.replace(pool, name=evil),),
             engines=(msgspec.structs.replace(engine, name=evil),),
             stages={evil: 1},
-            dropped={evil: 1},
+            dropped_so_far={evil: 1},
         )
     )
     view.tell(Noticed(at_s=0.0, kind=evil, text=evil))
@@ -311,6 +314,17 @@ def test_without_a_terminal_lines_come_when_nothing_happens() -> None:
         view.tell(Noticed(at_s=61.0, kind="engine", text="engine-0 was lost"))
     assert "noticed after 1 min 1 s: engine: engine-0 was lost\n" in text(console)
     assert "training-progress" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("fancy", [False, True])
+def test_what_a_run_goes_on_with_is_said_first_and_stays(fancy: bool) -> None:
+    left = "from step 40, version 40: 21 groups wait to be trained on, none dropped; checkpoint 00000060 is damaged"
+    console = terminal() if fancy else log()
+    with TrainingProgress(settings(), console=console) as view:
+        view.tell(msgspec.structs.replace(began(40), left=left))
+    assert f"noticed after 0 s: resumed: {left}\n" in re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text(console))
+    rows = shown(view, width=160)
+    assert f"  after 0 s: resumed: {left}" in rows[rows.index("noticed") + 1]
 
 
 def test_quiet_says_nothing() -> None:

@@ -7,8 +7,8 @@ temperature 1, are well above the goal, or when its time is over.
 
 `final_TASK`, `mix_TASK`: the mean of the last five evaluations, as a share of the highest reward. `random_TASK`: of
 an agent that plays well-formed actions blindly. `warm_TASK`: after the warm start, before anything was learned, of the
-most likely tokens; `warm_sampled_TASK`: likewise, sampled. `seconds_TASK`, `seconds_mix`: what a run took.
-`alpha_A`: the last evaluations of frozenlake with staleness A, after the same number of trajectories.
+most likely tokens; `warm_sampled_TASK`: likewise, sampled; `mix_warm_*`: of the mix. `seconds_TASK`, `seconds_mix`:
+what a run took. `alpha_A`: the last evaluations of frozenlake with staleness A, after the same number of trajectories.
 """
 
 from __future__ import annotations
@@ -41,16 +41,20 @@ from tangram.rl.training_settings import (
 from tangram.sim.statistics import mean_of
 
 OPTIONS = ("report",)
+# lookup: the agent that it imitates gets a third of all answers right, and a policy that cannot copy names yet gets up
+# to 0.2 by luck, from which nothing is learned.
 TASKS: dict[str, TaskSettings] = {
     "frozenlake": TaskSettings(name="frozenlake", warm_until=0.12),
     "chain": TaskSettings(name="chain", warm_until=0.12),
-    "codefix": TaskSettings(name="codefix", warm_until=0.3, concurrency=64, weight=2.0),
-    "lookup": TaskSettings(name="lookup", warm_until=0.12),
+    "codefix": TaskSettings(name="codefix", warm_until=0.25, concurrency=64),
+    "lookup": TaskSettings(name="lookup", warm_until=0.28),
 }
+DEAR = ("codefix", "lookup")
+"""Tasks whose episodes take longer than learning from them: of each episode more is learned."""
 MIX = ("frozenlake", "codefix", "lookup")
 LAST = 5
 """Evaluations that are averaged."""
-ENOUGH = 0.9
+ENOUGH = 0.87
 """Of that mean, with which a run ends before its time is over."""
 RANDOM_EPISODES = 128
 
@@ -63,13 +67,19 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Of a run of one task, its warm start included."""
     mix_s: float = 300.0
     batch: int = 16
+    """Groups of a step ..."""
+    batch_dear: int = 8
+    """... and of a task whose episodes are dear."""
     members: int = 8
+    epochs: int = 2
+    epochs_dear: int = 4
+    """Likewise, and of the mix, which has such tasks."""
     episodes: int = 64
     """Of an evaluation."""
-    every: int = 10
-    """Steps between two evaluations."""
+    every: int = 160
+    """Groups that are trained on between two evaluations."""
     alphas: tuple[int, ...] = (0, 1, 2, 4)
-    alpha_steps: int = 60
+    alpha_steps: int = 40
     """Of a run at one staleness: the same number of trajectories for all."""
 
 
@@ -128,6 +138,7 @@ async def _measure(sizes: Sizes, folder: Path, progress: Progress, report: Path 
     if mixed:
         for task in MIX:
             found.add(f"mix_{task}", mean_of([run.final(task) for run in mixed]), at_least(0.8))
+            _add_warm(found, task, mixed, "mix_")
         found.add("seconds_mix", mean_of([run.seconds for run in mixed]), at_most(sizes.mix_s))
     for alpha, runs in aged.items():
         found.add(f"alpha_{alpha}", mean_of([run.final("frozenlake") for run in runs]), PRINTED)
@@ -138,13 +149,13 @@ async def _measure(sizes: Sizes, folder: Path, progress: Progress, report: Path 
     return found.result("learning", "measured", sizes)
 
 
-def _add_warm(found: Findings, task: str, runs: list[Run]) -> None:
+def _add_warm(found: Findings, task: str, runs: list[Run], before: str = "") -> None:
     greedy = [run.warm.greedy[task] for run in runs if run.warm is not None and task in run.warm.greedy]
     sampled = [run.warm.scores[task] for run in runs if run.warm is not None and task in run.warm.scores]
     if greedy:
-        found.add(f"warm_{task}", mean_of(greedy), at_most(0.5))
+        found.add(f"{before}warm_{task}", mean_of(greedy), at_most(0.5))
     if sampled:
-        found.add(f"warm_sampled_{task}", mean_of(sampled), at_most(0.5))
+        found.add(f"{before}warm_sampled_{task}", mean_of(sampled), at_most(0.5))
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
@@ -153,15 +164,17 @@ def _add_warm(found: Findings, task: str, runs: list[Run]) -> None:
 def _settings(
     sizes: Sizes, tasks: tuple[str, ...], seed: int, *, alpha: int = 1, steps: int = 100_000
 ) -> TrainSettings:
+    dear = any(task in DEAR for task in tasks)
+    batch = sizes.batch_dear if dear and len(tasks) == 1 else sizes.batch
     return TrainSettings(
         seed=seed,
         policy=PolicySettings(seed=seed),
         engines=(EngineSettings(slots=64, sessions=256, context_max=192),),
         groups=GroupSettings(size=sizes.members),
         tasks=tuple(TASKS[task] for task in tasks),
-        training=TrainingSettings(mode="rollart", staleness=alpha, steps=steps, batch=sizes.batch),
-        objective=ObjectiveSettings(),
-        evaluation=EvaluationSettings(every=sizes.every, episodes=sizes.episodes),
+        training=TrainingSettings(mode="rollart", staleness=alpha, steps=steps, batch=batch),
+        objective=ObjectiveSettings(epochs=sizes.epochs_dear if dear else sizes.epochs),
+        evaluation=EvaluationSettings(every=max(1, sizes.every // batch), episodes=sizes.episodes),
         checkpoints=CheckpointSettings(every=1_000_000),
     )
 

@@ -182,7 +182,7 @@ class Footprint:
         return {
             "descriptors": len(self._service.descriptors()),
             "tasks": inside.tasks,
-            "processes": len(processes_below(self._service.pid)),
+            "processes": sum(len(processes_below(pid)) for pid in (self._service.pid, *self._spawners())),
             "control_groups": self._control_groups(),
             "mounts": self._mounts(),
             "sandbox_files": sum(1 for _ in (self._folder / "state").rglob("*")),
@@ -200,6 +200,11 @@ class Footprint:
         places = dict.fromkeys(find_hierarchies().by_controller.values())
         roots = [place / "tangram" / owner.name for owner in owners.iterdir() for place in places]
         return sum(1 for root in roots for _, folders, _ in os.walk(root) for _ in folders)
+
+    def _spawners(self) -> list[int]:
+        """Of the sandboxes of the service. They are nobody's children, and write into their locks who they are."""
+        locks = (self._folder / "state" / "owners").glob("*/kept/spawner.lock")
+        return [int(pid) for lock in locks if (pid := lock.read_text().strip()).isdigit()]
 
     def _mounts(self) -> int:
         """As the service sees them."""

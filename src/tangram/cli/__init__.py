@@ -1,7 +1,7 @@
 """The command `tangram`: one file per verb.
 
 Owns the app and what holds for every verb: an error of ours is one line on stderr and exit code 2, Ctrl-C ends with
-130 after cleaning up, and nothing that takes time to import is imported before a verb needs it.
+130 and SIGTERM with 143 after cleaning up, and nothing that takes time to import is imported before a verb needs it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sys
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,8 @@ from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
 """The same as for a misspelt option: the caller has to change something."""
+EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""As a shell says it."""
 
 
 MESSAGE_MAX = 800
@@ -52,6 +55,10 @@ def _one_line(message: str) -> str:
 
 class _Verbs(TyperGroup):
     """Turns errors into messages, for the command and for tests alike."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _show_help_as_a_flag(self)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -70,6 +77,13 @@ class _Verbs(TyperGroup):
             typer.echo(f"tangram: {error}", err=True)
             _discard_output()
             raise typer.Exit(EXIT_ERROR) from None
+
+
+def _show_help_as_a_flag(command: Any) -> None:
+    """Without the type of its value, as our own flags say by `metavar=""`: Typer makes this one."""
+    command.get_help_option(command.context_class(command)).metavar = ""
+    for each in getattr(command, "commands", {}).values():
+        _show_help_as_a_flag(each)
 
 
 def _discard_output() -> None:
@@ -150,8 +164,29 @@ def _every_verb(
     pass
 
 
+class _Terminated:
+    """SIGTERM, by which clusters end jobs, is Ctrl-C by another name: whoever is to be interrupted now is interrupted,
+    be it a loop, whose main task is cancelled, or plain code."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        interrupt = signal.getsignal(signal.SIGINT)
+        if callable(interrupt):  # else a verb has had one already, and is on its way out
+            interrupt(signal.SIGINT, frame)
+
+
 def main() -> None:
-    """The entry point of the command. SIGTERM, by which clusters end jobs, cleans up as Ctrl-C does; a verb that has
-    something better to do with it says so itself."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    app(prog_name="tangram")
+    """The entry point of the command. A verb that has something better to do with a signal says so itself."""
+    # A shell starts what follows `&` in a script with Ctrl-C ignored, and asyncio would leave it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminated = _Terminated()
+    signal.signal(signal.SIGTERM, terminated)
+    try:
+        app(prog_name="tangram")
+    except SystemExit as ended:
+        if terminated.came and ended.code == EXIT_INTERRUPTED:
+            sys.exit(EXIT_TERMINATED)
+        raise

@@ -29,7 +29,8 @@ be there.
 
 **Once.** The `id` of a submission is the caller's choice and its idempotency key: the same submission, however often it
 is sent, is one action, and is answered with what became of it. The same id with other content is a `conflict`. A result
-is kept until `POST /v1/acknowledge` says that it arrived, or `service.results_keep_s` have passed.
+is kept until `POST /v1/acknowledge` says that it arrived, or `service.results_keep_s` have passed. Whoever leaves more
+than `limits.results_bytes_max` of them gets nothing more in until some are acknowledged.
 
 **Waiting.** `wait_s` makes a request wait until the action has settled, at most 60 seconds; answered sooner means
 settled. Whoever was cut off asks again.

@@ -7,6 +7,8 @@ valid. Imports what simulates only when it is called, so that `--help` stays fas
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -267,6 +269,15 @@ def workers_of(count: int | None) -> int | None:
     if count is not None and count < 1:
         raise InvalidConfig("workers", count, "a whole number, at least 1")
     return count
+
+
+@contextmanager
+def about(config: Path) -> Iterator[None]:
+    """What is wrong with the settings is said of the file that they are of."""
+    try:
+        yield
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
 
 
 def output_files(**paths: Path | None) -> None:

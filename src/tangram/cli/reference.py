@@ -2,7 +2,7 @@
 
 Owns docs/reference/cli.md, made of the app itself, docs/reference/config.md, made of the records of the config,
 docs/reference/http.md, made of the routes of the service, docs/reference/metrics.md, made of the families of metrics,
-docs/internals/states.md, made of the transition table, and the table of results in the README, made of
+docs/internals/states.md, made of the transition table, and the results, in the README and on their page, made of
 docs/reference/results.jsonl. A test compares all with what would be written.
 """
 
@@ -20,7 +20,7 @@ from tangram.cli import app
 from tangram.cli.config_page import config_page
 from tangram.cli.http_page import http_page
 from tangram.cli.metrics_page import metrics_page
-from tangram.cli.results import with_results
+from tangram.cli.results import results_page, with_results
 from tangram.cli.rl_config_page import rl_config_page
 from tangram.core.action import TRANSITIONS, State
 
@@ -40,6 +40,7 @@ def pages() -> dict[str, str]:
         "docs/reference/rl-config.md": rl_config_page(NOTE),
         "docs/reference/http.md": http_page(NOTE),
         "docs/reference/metrics.md": metrics_page(NOTE),
+        "docs/reference/results.md": results_page(NOTE, results),
         "docs/internals/states.md": states_page(),
         "README.md": with_results(readme, results),
     }
@@ -54,7 +55,7 @@ def cli_page() -> str:
     parts.append(
         "Every verb prints tables for people, and with `--json` JSON alone. What is wrong with the input is said on"
         " stderr with exit code 2, of a misspelt command line with its usage; Ctrl-C ends all processes and exits with"
-        " 130.\n"
+        " 130, SIGTERM likewise with 143.\n"
     )
     parts.extend(_verb(("tangram", name), command) for name, command in _verbs(group))
     return "\n".join(parts)

@@ -1,6 +1,8 @@
-"""The table of results in the README, made of what `tangram bench all --json` printed.
+"""The tables of results, made of what `tangram bench all --json` printed: those with a goal in the README, all of them
+on a page of their own.
 
-Owns the words between the markers. The numbers live in docs/reference/results.jsonl, one benchmark a line.
+Owns that page, and the words between the markers of the README. The numbers live in docs/reference/results.jsonl, one
+benchmark a line.
 """
 
 from __future__ import annotations
@@ -13,10 +15,19 @@ from tangram.errors import InvalidConfig
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
-HEAD = """Each number is *measured* (real execution) or *simulated* (virtual time), over at least ten seeds, with all
-sides in one run on the same work. `tangram bench NAME` reproduces a row; `tangram bench all --json >
-docs/reference/results.jsonl` and `make docs` write this table anew.
-[Benchmarks](docs/reference/benchmarks.md) says what each one means."""
+HEAD = """Each number is *measured* (real execution on two cores), *emulated* (likewise, with device speeds that are
+stated) or *simulated* (virtual time), with all sides in one run on the same work; an interval is over seeds.
+`tangram bench NAME` reproduces a row.
+[Benchmarks](docs/reference/benchmarks.md) says what each one means, and [all results](docs/reference/results.md) has
+what is printed beside these."""
+
+PAGE = """# Results
+
+Each number is *measured* (real execution on two cores), *emulated* (likewise, with device speeds that are stated) or
+*simulated* (virtual time), with all sides in one run on the same work; an interval is over seeds.
+[Benchmarks](benchmarks.md) says what each one means. `tangram bench NAME` reproduces a table;
+`tangram bench all --json > docs/reference/results.jsonl` and `make docs` write this page anew.
+"""
 
 TAIL = """`act_ratio` is of the mean, which short calls make; `p99_ratio` is of the p99. `weighted_act_ratio` counts
 every action by its own length: where it is below 1, long calls take longer than in pods, so they pay for the short
@@ -41,16 +52,36 @@ def with_results(readme: str, lines: bytes) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise InvalidConfig("README.md", "no markers", f"{BEGIN} and {END} around the table of results")
-    results = [msgspec.json.decode(line, type=BenchResult) for line in lines.splitlines() if line.strip()]
-    return f"{before}{BEGIN}\n{HEAD}\n\n{table(results)}\n\n{TAIL}\n{END}{after}"
+    return f"{before}{BEGIN}\n{HEAD}\n\n{table(_results(lines))}\n\n{TAIL}\n{END}{after}"
+
+
+def results_page(note: str, lines: bytes) -> str:
+    """All that was printed, with the settings and notes of each benchmark."""
+    return "\n".join([note, PAGE, *map(_section, _results(lines))])
+
+
+def _results(lines: bytes) -> list[BenchResult]:
+    return [msgspec.json.decode(line, type=BenchResult) for line in lines.splitlines() if line.strip()]
+
+
+def _section(result: BenchResult) -> str:
+    rows = ["| metric | result | 95 % | goal |", "|---|---|---|---|"]
+    rows += [_row(result, name) for name in result.metrics]
+    settings = ", ".join(f"{name} {value}" for name, value in result.settings.items())
+    parts = [f"## {result.name} ({result.label})", "\n".join(rows)]
+    parts += [f"Settings: {settings}."] if settings else []
+    parts += ["\n".join(f"- {note}" for note in result.notes)] if result.notes else []
+    return "\n\n".join(parts) + "\n"
 
 
 def table(results: list[BenchResult]) -> str:
-    """One row for each metric that has a goal, followed by those that belong beside it."""
+    """One row for each metric that has a goal to be met, followed by those that belong beside it."""
     rows = ["| benchmark | metric | result | 95 % | goal |", "|---|---|---|---|---|"]
     for result in results:
-        names = [near for name in result.goals for near in (name, *_related(name, BESIDE))]
-        rows += [_row(result, name) for name in names if name in result.metrics]
+        goals = [name for name, goal in result.goals.items() if goal.value is not None]
+        names = [near for name in goals for near in (name, *_related(name, BESIDE))]
+        label = f"| `{result.name}` ({result.label}) "
+        rows += [label + _row(result, name) for name in names if name in result.metrics]
     return "\n".join(rows)
 
 
@@ -75,7 +106,7 @@ def _row(result: BenchResult, name: str) -> str:
             digits = _digits_apart(value, goal.value)
             told = number(value, digits)
             wanted += f" (missed{_best(result, name, digits)})"
-    return f"| `{result.name}` ({result.label}) | `{name}` | {told} | {spread} | {wanted} |"
+    return f"| `{name}` | {told} | {spread} | {wanted} |"
 
 
 def _best(result: BenchResult, name: str, digits: int) -> str:

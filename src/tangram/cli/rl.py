@@ -256,6 +256,7 @@ def replay(
     import asyncio
 
     from tangram.cli import rl_screen
+    from tangram.cli.training_config import look_in
     from tangram.rl.trajectory_log import read
 
     reading = read(file)
@@ -266,6 +267,7 @@ def replay(
     chosen = [each for each in chosen if task is None or each.task == task]
     if backend == "sandbox" and os.geteuid() != 0:
         raise InvalidConfig("backend", backend, "root, for sandboxes; or process, which isolates nothing")
+    look_in(reading.header.modules)
     found = asyncio.run(_replayed(chosen, _settings(chosen, reading), backend))
     if as_json:
         rl_screen.as_json([_plain(each) for each in found])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import typer
 
 from tangram.cli import options, show
 from tangram.cli.options import Json
-from tangram.errors import InvalidConfig, ManagerError
+from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from tangram.rl.evaluation import Scores
@@ -68,19 +68,27 @@ def evaluate(
     """
     if greedy and temperature is not None:
         raise InvalidConfig("--temperature", temperature, "either --greedy or --temperature")
-    found = _found(checkpoint, config)
-    settings = _of_task(found.settings, task)
-    asked = _asked(found, episodes, 0.0 if greedy else temperature)
     if out is not None:
         options.output_files(out=out)
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
-    from tangram.rl.evaluation import held_out
+    with ExitStack() as stack:
+        found = _found(checkpoint, config, stack)
+        settings = _of_task(found.settings, task)
+        asked = _asked(found, episodes, 0.0 if greedy else temperature)
+        from tangram.rl.evaluation import held_out
 
-    tickets = held_out(settings, asked.episodes, temperature=asked.temperature, first=seed)
-    began = time.monotonic()
-    scores = asyncio.run(_play(settings, tickets, out, quiet=quiet or as_json))
-    told = _told(found, asked, settings, scores, time.monotonic() - began)
+        for engine in settings.engines:
+            if engine.kind == "openai":
+                said = f"engine {engine.name} plays what its server has loaded, which has to be {found.path}"
+                typer.echo(f"tangram: {said}", err=True)
+        tickets = held_out(settings, asked.episodes, temperature=asked.temperature, first=seed)
+        began = time.monotonic()
+        try:
+            scores = asyncio.run(_play(found, settings, tickets, out, quiet=quiet or as_json))
+        except InvalidConfig as error:
+            raise _blamed(found, error) from error
+        told = _told(found, asked, settings, scores, time.monotonic() - began)
     if as_json:
         show.as_json(told)
     else:
@@ -93,11 +101,15 @@ def evaluate(
 
 
 class Found(NamedTuple):
-    folder: Path
+    path: Path
     """Of the checkpoint."""
+    folder: Path
+    """Where its files stay while it is played; the same, if nobody deletes it."""
     step: int | None
     settings: RolloutSettings
-    """With the checkpoint as the policy."""
+    """With that folder as the policy."""
+    modules: tuple[str, ...]
+    """Folders in which environments of one's own are looked for."""
 
 
 class Asked(NamedTuple):
@@ -105,37 +117,59 @@ class Asked(NamedTuple):
     temperature: float
 
 
-def _found(checkpoint: Path, config: Path | None) -> Found:
-    """Raises InvalidConfig and ManagerError."""
+def _found(checkpoint: Path, config: Path | None, stack: ExitStack) -> Found:
+    """The checkpoint is held until the stack ends. Raises InvalidConfig and ManagerError."""
     import msgspec
 
-    from tangram.cli.training_config import load_with
-    from tangram.rl.run_folder import CHECKPOINTS, SETTINGS, read_settings
+    from tangram.cli.training_config import load_with, look_beside, look_in
+    from tangram.rl.run_folder import CHECKPOINTS, SETTINGS, read_modules, read_settings
     from tangram.rl.training_settings import TrainSettings
 
     if not checkpoint.is_dir():
         raise InvalidConfig("checkpoint", str(checkpoint), f"a folder: of a run, or of {_known(checkpoint)}")
-    folder = checkpoint
-    if (checkpoint / CHECKPOINTS).is_dir():
-        folder = _newest(checkpoint / CHECKPOINTS)
-    elif checkpoint.resolve().name == CHECKPOINTS:
-        folder = _newest(checkpoint)
-    elif not (checkpoint / "config.json").is_file():
+    within = checkpoint / CHECKPOINTS if (checkpoint / CHECKPOINTS).is_dir() else checkpoint
+    all_of_run = within.resolve().name == CHECKPOINTS
+    if not all_of_run and not (checkpoint / "config.json").is_file():
         expected = f"the folder of a run, with {CHECKPOINTS} in it, or of a checkpoint, with config.json"
         raise InvalidConfig("checkpoint", str(checkpoint), expected)
-    run = folder.resolve().parent.parent
+    run = within.resolve().parent if all_of_run else checkpoint.resolve().parent.parent
     if config is not None:
         settings = load_with(TrainSettings, config)
-        sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
+        modules = look_beside(config)
     elif (run / SETTINGS).is_file():
         settings = read_settings(run)
-        sys.path.append(str(Path.cwd()))
+        modules = look_in(read_modules(run))
     else:
         expected = f"a checkpoint in the folder of a run, which holds {SETTINGS}; or --config"
         raise InvalidConfig("checkpoint", str(checkpoint), expected)
+    path, folder = _held(within, stack, newest=all_of_run)
     policy = msgspec.structs.replace(settings.policy, checkpoint=str(folder.resolve()))
-    step = int(folder.name) if folder.name.isdecimal() else None
-    return Found(folder, step, msgspec.structs.replace(settings, policy=policy))
+    step = int(path.name) if path.name.isdecimal() else None
+    return Found(path, folder.resolve(), step, msgspec.structs.replace(settings, policy=policy), modules)
+
+
+def _held(path: Path, stack: ExitStack, *, newest: bool) -> tuple[Path, Path]:
+    """What it is called, and where it stays. It is verified, if it has checksums; one that lies elsewhere than in a
+    run is deleted by nobody, and stays where it is."""
+    from tangram.rl.checkpoints import WHOLE, read_checkpoint
+    from tangram.rl.held_checkpoint import held, held_newest
+    from tangram.rl.run_folder import CHECKPOINTS
+
+    if newest:
+        return stack.enter_context(held_newest(path, lambda words: typer.echo(f"tangram: {words}", err=True)))
+    if (path / WHOLE).is_file():
+        if path.resolve().parent.name == CHECKPOINTS:
+            return stack.enter_context(held(path))
+        read_checkpoint(path)
+    return path, path
+
+
+def _blamed(found: Found, error: InvalidConfig) -> InvalidConfig:
+    """Said of the checkpoint that was named, not of where it is held, nor of a key that nobody set."""
+    named, held = str(found.path), str(found.folder)
+    field = "checkpoint" if error.field == "policy.checkpoint" else error.field
+    value = named if error.value == held else error.value
+    return InvalidConfig(field, value, error.expected.replace(held, named))
 
 
 def _known(checkpoint: Path) -> str:
@@ -147,21 +181,6 @@ def _known(checkpoint: Path) -> str:
     steps = steps_in(folder) if folder.name == CHECKPOINTS and folder.is_dir() else []
     there = f" (there are {', '.join(map(folder_name, steps))})" if steps else ""
     return f"one of its checkpoints{there}"
-
-
-def _newest(folder: Path) -> Path:
-    """That is whole; what is not is passed over, and said."""
-    from tangram.rl.checkpoints import DamagedCheckpoint, folder_name, read_checkpoint, steps_in
-
-    steps = steps_in(folder)
-    for step in reversed(steps):
-        try:
-            return read_checkpoint(folder / folder_name(step)).path
-        except DamagedCheckpoint as error:
-            typer.echo(f"tangram: {error}", err=True)
-    if steps:
-        raise ManagerError(f"{folder}: no checkpoint in it is whole", retry=False)
-    raise InvalidConfig("checkpoint", str(folder), "a run that has a checkpoint: this one has none yet")
 
 
 def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
@@ -202,8 +221,12 @@ def _asked(found: Found, episodes: int | None, temperature: float | None) -> Ask
 # ---- playing --------------------------------------------------------------------------------------------------------
 
 
-async def _play(settings: RolloutSettings, tickets: list[Ticket], out: Path | None, *, quiet: bool) -> Scores:
+async def _play(
+    found: Found, settings: RolloutSettings, tickets: list[Ticket], out: Path | None, *, quiet: bool
+) -> Scores:
     from contextlib import AsyncExitStack
+
+    import msgspec
 
     from tangram.rl.assembly import assembled, codec_of, tasks_of
     from tangram.rl.codec import Words
@@ -216,7 +239,9 @@ async def _play(settings: RolloutSettings, tickets: list[Ticket], out: Path | No
         if out is not None:
             codec = codec_of(settings, tasks_of(settings))
             words = codec.words if isinstance(codec, Words) else ()
-            log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words))
+            policy = msgspec.structs.replace(settings.policy, checkpoint=str(found.path.resolve()))
+            named = msgspec.structs.replace(settings, policy=policy)
+            log = stack.enter_context(TrajectoryLog(out, settings=named, words=words, modules=found.modules))
         progress = RolloutProgress(len(tickets), quiet=quiet)
         with show.progress("starting", "steps") as tell:
             made = await stack.enter_async_context(
@@ -236,7 +261,7 @@ async def _play(settings: RolloutSettings, tickets: list[Ticket], out: Path | No
 
 def _told(found: Found, asked: Asked, settings: RolloutSettings, scores: Scores, seconds: float) -> dict[str, Any]:
     return {
-        "checkpoint": str(found.folder),
+        "checkpoint": str(found.path),
         "step": found.step,
         "temperature": asked.temperature,
         "seconds": seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import statistics
-import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tangram.rl.assembly import Assembled
     from tangram.rl.gateway_records import Event
     from tangram.rl.progress import RolloutProgress
+    from tangram.rl.records import Trajectory
     from tangram.rl.rollout import Collected
     from tangram.rl.settings import RolloutSettings
 
@@ -64,20 +65,18 @@ def rollout(
     """
     import msgspec
 
-    from tangram.cli.training_config import load_with
+    from tangram.cli.training_config import load_with, look_beside
     from tangram.rl.affinity import explain as explained
-    from tangram.rl.assembly import tasks_of
+    from tangram.rl.assembly import require_playable
     from tangram.rl.training_settings import TrainSettings
 
     settings: RolloutSettings = load_with(TrainSettings, config)
     if seed is not None:
         settings = msgspec.structs.replace(settings, seed=seed)
-    sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
-    try:
-        tasks_of(settings)
+    modules = look_beside(config)
+    with options.about(config):
+        require_playable(settings)
         binding = explained(settings)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
     if explain:
         if as_json:
             show.as_json(msgspec.to_builtins(binding))
@@ -89,9 +88,17 @@ def rollout(
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
     happened: list[str] = []
-    collected = asyncio.run(_play(settings, groups, in_flight, out, happened, quiet=quiet or as_json))
-    for sentence in happened:
-        typer.echo(sentence, err=True)
+    endings: Counter[str] = Counter()
+    try:
+        with options.about(config):
+            playing = _play(settings, modules, groups, in_flight, out, happened, endings, quiet=quiet or as_json)
+            collected = asyncio.run(playing)
+    except KeyboardInterrupt:
+        typer.echo(_interrupted(endings, out), err=True)
+        raise
+    finally:
+        for sentence in happened:
+            typer.echo(sentence, err=True)
     if as_json:
         show.as_json(_summary(collected))
     else:
@@ -100,44 +107,58 @@ def rollout(
 
 async def _play(
     settings: RolloutSettings,
+    modules: tuple[str, ...],
     groups: int,
     in_flight: int | None,
     out: Path | None,
     happened: list[str],
+    endings: Counter[str],
     *,
     quiet: bool,
 ) -> Collected:
+    """Fills `happened` and `endings` on its way: they are there whatever becomes of it."""
     from contextlib import AsyncExitStack
 
-    from tangram.rl.assembly import assembled, codec_of, tasks_of
+    from tangram.rl.assembly import assembled, require_playable
     from tangram.rl.codec import Words
-    from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, said
+    from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, RequestDropped, said
     from tangram.rl.progress import RolloutProgress
     from tangram.rl.rollout import tickets
     from tangram.rl.trajectory_log import GroupClosing, TrajectoryLog, engine_event
 
-    codec = codec_of(settings, tasks_of(settings))
-    since = asyncio.get_running_loop().time()
+    _, codec = require_playable(settings)
+    began = asyncio.get_running_loop().time()  # of all that the log tells: what engines do at their start, too
     async with AsyncExitStack() as stack:
         log = None
         if out is not None:
             words = codec.words if isinstance(codec, Words) else ()
-            log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words))
+            log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words, modules=modules))
+
+        dropped = 0
 
         def on_event(event: Event) -> None:
+            nonlocal dropped
             if log is not None:
-                log.append(engine_event(event, since=since))
-            if isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
+                log.append(engine_event(event, since=began))
+            first = isinstance(event, RequestDropped) and not dropped
+            dropped += isinstance(event, RequestDropped)
+            if first or isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
                 happened.append(said(event))
+
+        def on_end(trajectory: Trajectory) -> None:
+            endings[trajectory.ending.value] += 1
+            if log is not None:
+                log.append(trajectory)
 
         progress = RolloutProgress(groups, quiet=quiet)
         with show.progress("starting", "steps") as tell:
             made = await stack.enter_async_context(
                 assembled(
                     settings,
-                    on_end=log.append if log is not None else None,
+                    on_end=on_end,
                     watch=progress,
                     on_event=on_event,
+                    began=began,
                     progress=lambda share, words: tell(round(100 * share), 100, words) if tell is not None else None,
                 )
             )
@@ -195,6 +216,17 @@ def _summary(collected: Collected) -> dict[str, Any]:
     }
 
 
+def _interrupted(endings: Counter[str], out: Path | None) -> str:
+    """What a rollout that was stopped leaves."""
+    from tangram.sim.words import several
+
+    how = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
+    said = f"interrupted: {several(endings.total(), 'trajectory', 'trajectories')} ended{f' ({how})' if how else ''}"
+    if out is None:
+        return f"{said}; none is kept without --out FILE"
+    return f"{said}; what was played is in {out}: tangram rl show {shlex.quote(str(out))}"
+
+
 def _lines(collected: Collected, causes: dict[str, str]) -> list[str]:
     """What went wrong first of each kind, and what was played in vain."""
     from tangram.rl.redundancy import report
@@ -206,9 +238,11 @@ def _lines(collected: Collected, causes: dict[str, str]) -> list[str]:
 
 
 def _print(collected: Collected, out: Path | None) -> None:
+    from tangram.sim.words import several
+
     summary = _summary(collected)
     console = show.console()
-    table = show.table(f"{summary['groups']} groups in {summary['seconds']:.1f} s")
+    table = show.table(f"{several(summary['groups'], 'group')} in {summary['seconds']:.1f} s")
     for column in ("task", "trajectories", "turns", "tokens written", "reward", "endings"):
         table.add_column(column, justify="left" if column in ("task", "endings") else "right")
     for name, row in sorted(summary["tasks"].items()):

@@ -26,13 +26,16 @@ tangram rl check codefix --backend sandbox  [dim]# one that runs commands[/dim]
 
 def check(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A registered task, or module:name of one.")],
-    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="Of each agent.")] = 20,
+    episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=2, help="Of each agent.")] = 20,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the first episode.")] = 0,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", metavar="KEY=VALUE", help="For the environment; several may be given."),
     ] = None,
     backend: Backend = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="What one call of the environment may take.")
+    ] = 30.0,
     as_json: Json = False,
 ) -> None:
     """Try an environment without a model: deterministic by seed, bounded, calm about garbage, free of leftovers.
@@ -43,7 +46,7 @@ def check(
 
     import msgspec
 
-    report = asyncio.run(_checked(name, episodes, seed, options.key_values(option), backend))
+    report = asyncio.run(_checked(name, episodes, seed, options.key_values(option), backend, timeout))
     if as_json:
         show.as_json({"ok": report.ok, **msgspec.to_builtins(report)})
     else:
@@ -52,7 +55,9 @@ def check(
         raise typer.Exit(1)
 
 
-async def _checked(name: str, episodes: int, seed: int, given: dict[str, Any], backend: str | None) -> Report:
+async def _checked(
+    name: str, episodes: int, seed: int, given: dict[str, Any], backend: str | None, timeout_s: float
+) -> Report:
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
@@ -68,7 +73,16 @@ async def _checked(name: str, episodes: int, seed: int, given: dict[str, Any], b
         if backend is not None:
             client = await stack.enter_async_context(connect(backend=backend, **await needs_of([task])))
         await stack.enter_async_context(prepared([task], client))
-        return await checked(task, outside=Outside(client=client), episodes=episodes, seed=seed, options=given)
+        with show.progress("checking", unit="") as tell:
+
+            def judging(done: int, total: int, promise: str) -> None:
+                if tell is not None:
+                    tell(done, total, f"{promise}: {done + 1} of {total}, each call within {timeout_s:g} s")
+
+            return await checked(
+                task, outside=Outside(client=client), episodes=episodes, seed=seed, options=given,
+                timeout_s=timeout_s, tell=judging,
+            )  # fmt: skip
 
 
 PROFILE = """[bold]Examples[/bold]

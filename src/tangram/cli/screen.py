@@ -31,7 +31,7 @@ TALL_MIN = 3
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 KINDS = ("cpu", "memory", "gpu")
 """Of pools of a machine, in the order in which they are shown; then quotas, then what counts for one run."""
-LAST_KINDS = ("function/", "endpoint/", "running/")
+LAST_KINDS = ("function/", "endpoint/", "running/", "instances/")
 
 
 def put(console: Console, what: RenderableType) -> None:
@@ -233,12 +233,17 @@ def _queue(view: View, rows: int, *, fold: bool) -> RenderableType:
 def _sandboxes(view: View) -> Text:
     from rich.text import Text
 
+    from tangram.sim.words import several
+
     active = sum(box.active > 0 for box in view.sandboxes)
     shown = len(view.sandboxes)
     said = f"sandboxes: {view.sandboxes_total:,} open"
     if view.sandboxes_total:
         of = f" of the last {shown:,}" if shown < view.sandboxes_total else ""
         said += f", {active:,}{of} with an action that runs"
+    instances = sum(bool(box.function) for box in view.sandboxes)
+    if instances:
+        said += f", {several(instances, 'instance')} of functions"
     return Text(f"{said}; actions that run: {view.running_total:,}")
 
 

@@ -30,7 +30,10 @@ Weight = Annotated[
     float | None,
     typer.Option("--weight", metavar="W", help="What it gets of what several want, against 1 of the others."),
 ]
-Sandboxes = Annotated[int | None, typer.Option("--sandboxes", metavar="N", help="Open at once. 0: as the config says.")]
+Sandboxes = Annotated[
+    int | None,
+    typer.Option("--sandboxes", metavar="N", help="Open at once, calls of functions included. 0: as the config says."),
+]
 Waiting = Annotated[
     int | None,
     typer.Option("--waiting", metavar="N", help="Actions under way, waiting or running. 0: as the config says."),

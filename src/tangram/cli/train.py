@@ -11,7 +11,6 @@ import asyncio
 import shlex
 import shutil
 import signal
-import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -88,10 +87,13 @@ def train(
     While it runs, a live view shows rewards, held-out scores, throughput and staleness. Ctrl-C finishes the step that
     is under way, saves it and says how to go on; a second one does not wait for it.
     """
+    from tangram.cli.training_config import look_beside
+
     if resume and fresh:
         raise InvalidConfig("--fresh", True, "either --resume or --fresh")
     settings = _settings(config, changes or [], steps, seed)
     folder = out if out is not None else RUNS / config.stem
+    modules = look_beside(config)
     binding = _binding(config, settings)
     if explain:
         _explain(binding, settings, folder, as_json=as_json)
@@ -101,7 +103,7 @@ def train(
         options.output_files(report=report)
     _require_place(folder, again, resume=resume, fresh=fresh)
     try:
-        ended = asyncio.run(_run(settings, folder, resume=resume, quiet=quiet or as_json))
+        ended = asyncio.run(_run(settings, folder, modules, resume=resume, quiet=quiet or as_json))
     except InvalidInput:
         if not resume:
             _delete_unbegun(folder)
@@ -124,17 +126,26 @@ def _settings(config: Path, changes: list[str], steps: int | None, seed: int | N
 
 
 def _binding(config: Path, settings: TrainSettings) -> Binding:
-    """Raises InvalidConfig for tasks and classes that there are not."""
+    """Raises InvalidConfig for all that is seen to be wrong before anything is started."""
     from tangram.rl.affinity import explain
-    from tangram.rl.assembly import require_served, tasks_of
+    from tangram.rl.assembly import require_playable
+    from tangram.rl.pipeline import require_trainable
 
-    sys.path.append(str(config.parent.resolve()))  # where environments of one's own mostly lie
-    try:
-        tasks_of(settings)
-        require_served(settings)
+    with options.about(config):
+        require_playable(settings)
+        require_trainable(settings)
+        _require_functions(settings)
         return explain(settings)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{config}: {error.field}", error.value, error.expected) from error
+
+
+def _require_functions(settings: TrainSettings) -> None:
+    """Raises InvalidConfig for a loss or an advantage of one's own that cannot be found."""
+    own = settings.objective
+    if ":" in own.loss or ":" in own.advantage:
+        from tangram.rl.nn.objective import advantage_named, loss_named
+
+        advantage_named(own.advantage)
+        loss_named(own.loss)
 
 
 def _explain(binding: Binding, settings: TrainSettings, folder: Path, *, as_json: bool) -> None:
@@ -195,6 +206,7 @@ def _delete(folder: Path) -> None:
     from tangram.rl.run_folder import (
         CHECKPOINTS,
         METRICS,
+        MODULES,
         OWNER,
         REPORT,
         SAMPLES,
@@ -212,7 +224,7 @@ def _delete(folder: Path) -> None:
                 raise  # somebody works in it; whatever else is wrong with it goes with it
         for name in (CHECKPOINTS, SAMPLES, TENSORBOARD):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (METRICS, REPORT, OWNER, SETTINGS):
+        for name in (METRICS, MODULES, REPORT, OWNER, SETTINGS):
             (folder / name).unlink(missing_ok=True)
 
 
@@ -236,9 +248,11 @@ class Ended(NamedTuple):
     code: int
     cause: str
     """`steps`, `seconds`, `interrupted`, or what went wrong."""
+    repairable: bool = True
+    """Whether the same command may go on with it: what is wrong with the config it would find wrong again."""
 
 
-async def _run(settings: TrainSettings, folder: Path, *, resume: bool, quiet: bool) -> Ended:
+async def _run(settings: TrainSettings, folder: Path, modules: tuple[str, ...], *, resume: bool, quiet: bool) -> Ended:
     """Until it is over or stopped. Raises InvalidInput for what has to be changed before it can begin, and
     InvariantError."""
     from tangram.cli.train_summary import NORMAL
@@ -255,7 +269,7 @@ async def _run(settings: TrainSettings, folder: Path, *, resume: bool, quiet: bo
 
     with view:
         running = asyncio.ensure_future(
-            train(settings, folder, resume=resume, tell=tell, progress=view.starting, watch=view)
+            train(settings, folder, resume=resume, modules=modules, tell=tell, progress=view.starting, watch=view)
         )
         stopped = _Stopping(running, view)
         with stopped:
@@ -270,7 +284,7 @@ async def _run(settings: TrainSettings, folder: Path, *, resume: bool, quiet: bo
             except TangramError as error:
                 if isinstance(error, InvalidInput) and not begun:
                     raise
-                return Ended(EXIT_FAILED, str(error))
+                return Ended(EXIT_FAILED, str(error), repairable=not isinstance(error, InvalidConfig))
     if stopped.by is not None:
         return Ended(128 + stopped.by, "interrupted")
     return Ended(0 if over.cause in NORMAL else EXIT_FAILED, over.cause)
@@ -299,7 +313,7 @@ class _Stopping:
 
         if self.by is None:
             self.by = number
-            text = "the step that is under way is finished and saved; once more stops it at once"
+            text = f"{self._view.stopping()}; once more stops it at once"
             self._view.tell(Noticed(at_s=self._view.elapsed_s(), kind=signal.Signals(number).name, text=text))
         self._running.cancel()
 
@@ -330,7 +344,7 @@ def _say(
             typer.echo("no log for TensorBoard: pip install 'arl-tangram[rl]' brings what writes it", err=True)
     if ended.code == EXIT_FAILED:
         typer.echo(f"tangram: the run failed: {ended.cause}", err=True)
-    if ended.code and folder.joinpath(METRICS).exists():
+    if ended.code and ended.repairable and folder.joinpath(METRICS).exists():
         typer.echo(f"go on with it: {again}", err=True)
 
 

@@ -81,7 +81,7 @@ def lines(plan: dict[str, Any]) -> list[str]:
     batch, outside, evaluation = plan["batch"], plan["outside"], plan["evaluation"]
     most = f", at most {plan['seconds_max']:g} s" if plan["seconds_max"] is not None else ""
     found = [
-        f"mode        {plan['mode']}, α {plan['alpha']}: {ORDER[plan['mode']]}",
+        f"mode        {plan['mode']}, α {plan['alpha']}: {_order(plan['mode'], plan['alpha'])}",
         f"steps       {plan['steps']:,}{most}; each of {batch['groups']} groups of {batch['members']}, "
         f"{batch['trajectories']:,} trajectories; at most {plan['in_play_max']} groups begun and not trained on",
         f"objective   {_objective(plan['objective'])}",
@@ -97,6 +97,11 @@ def lines(plan: dict[str, Any]) -> list[str]:
             "! sandboxes need root: run it as root, or with --set outside.backend=process, which isolates nothing"
         )
     return found
+
+
+def _order(mode: str, alpha: int) -> str:
+    """With α 0 nothing goes on across updates."""
+    return ORDER["sync+" if alpha == 0 and mode in ("start-bound", "rollart") else mode]
 
 
 def _objective(objective: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import typer
 from tangram.cli import show
 from tangram.rl.printable import plain
 from tangram.rl.progress import duration
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Over, Trained, Warmed, dropped_in, noticed_in
 
 if TYPE_CHECKING:
     from tangram.rl.training_settings import TrainSettings
@@ -35,9 +35,9 @@ def summary(lines: Sequence[AnyLine], settings: TrainSettings, folder: Path) -> 
         "seconds": lines[-1].at_s if lines else 0.0,
         "samples": sum(sum(line.staleness) for line in steps),
         "staleness_max": max((age for line in steps for age, count in enumerate(line.staleness) if count), default=0),
-        "groups_dropped": _dropped(steps),
+        "groups_dropped": dropped_in(lines),
         "tasks": {task.name: _task(task.name, lines) for task in settings.tasks},
-        "noticed": [f"{line.kind}: {line.text}" for line in lines if isinstance(line, Noticed)],
+        "noticed": [f"{each.kind}: {each.text}" for line in lines if (each := noticed_in(line)) is not None],
         "checkpoint": _from(folder, over.checkpoint) if over is not None else "",
         "folder": str(folder),
     }
@@ -47,14 +47,6 @@ def _from(folder: Path, path: str) -> str:
     """As the folder is called."""
     inside = Path(path).is_relative_to(folder.absolute()) if path else False
     return str(folder / Path(path).relative_to(folder.absolute())) if inside else path
-
-
-def _dropped(steps: Sequence[Trained]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for line in steps:
-        for cause, count in line.dropped.items():
-            found[cause] = found.get(cause, 0) + count
-    return found
 
 
 def _task(name: str, lines: Sequence[AnyLine]) -> dict[str, Any]:
@@ -75,7 +67,7 @@ def _task(name: str, lines: Sequence[AnyLine]) -> dict[str, Any]:
 def print_summary(found: dict[str, Any]) -> None:
     title = f"{found['mode']}, α {found['alpha']}: {_counted(found['steps'], 'step')} in {duration(found['seconds'])}"
     table = show.table(title)
-    for column in ("task", "warm", "first evaluation", "last evaluation", "last batch", "samples"):
+    for column in ("task", "warm start", "first evaluation", "last evaluation", "last batch", "samples"):
         table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
     for name, row in found["tasks"].items():
         scores = (row["warm"], row["first_evaluation"], row["last_evaluation"], row["reward"])

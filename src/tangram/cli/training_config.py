@@ -16,8 +16,9 @@ import difflib
 import json
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
@@ -41,6 +42,19 @@ class Setting(NamedTuple):
     text: str
     keys: tuple[str, ...]
     value: Any
+
+
+def look_beside(config: Path) -> tuple[str, ...]:
+    """Environments of one's own mostly lie beside a config, or where the command is called: there they are looked for
+    from now on. The folders, for whoever comes later."""
+    return look_in(dict.fromkeys((str(config.parent.resolve()), os.getcwd())))
+
+
+def look_in(folders: Iterable[str]) -> tuple[str, ...]:
+    """For modules, after all other places."""
+    found = tuple(folders)
+    sys.path += [folder for folder in found if folder not in sys.path]
+    return found
 
 
 def load_with(kind: type[R], path: Path, changes: Sequence[str] = ()) -> R:
