@@ -40,9 +40,11 @@ run: $(STAMP) $(SYSTEM) ## train a policy on three tasks at once, in five minute
 mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools; see build/mixed.html
 	@$(VENV)/bin/python examples/mixed/mixed.py --report build/mixed.html $(ARGS)
 
-# Bounded, because on a large machine one process per core would mostly start processes.
+# One more than there are cores, because tests wait for processes too; bounded, because on a large machine they would
+# mostly start processes.
+WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 test: $(STAMP) $(SYSTEM) $(BROWSER) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
-	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-cgroup-v2: $(STAMP) $(SYSTEM) ## run tests on a kernel with cgroup v2, in a virtual machine; ARGS as for test
 	@tools/test-cgroup-v2 $(ARGS)

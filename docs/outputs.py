@@ -1,4 +1,5 @@
-"""The outputs in the documentation: `python docs/outputs.py` runs what they come from and pastes them anew.
+"""The outputs in the documentation: `python docs/outputs.py` runs what they come from and pastes them anew; with
+names of pages, those of these alone.
 
 A comment before a block marks it. Everything runs in one temporary directory, page by page and from top to bottom, so
 a file that a block writes is there for the next; a command that was run before is not run again. Some of it opens real
@@ -106,7 +107,8 @@ def main() -> None:
         shell = Shell(Path(directory))
         (shell.directory / "build").mkdir()
         (shell.directory / "examples").symlink_to(ROOT / "examples")
-        for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        asked = [Path(name).resolve() for name in sys.argv[1:]]
+        for path in asked or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
             before = path.read_text(encoding="utf-8")
             after = renewed(before, shell)
             if after != before:
