@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -108,6 +109,20 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_stays(tmp_path: Path) -> 
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert files(folder) == ["00000020"]
+
+
+def test_room_is_made_on_a_full_disk_alone_and_the_newest_that_is_whole_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(tmp_path / "run", TrainSettings(checkpoints=CheckpointSettings(keep=3)), resume=False) as folder:
+        assert not folder.make_room()
+        for step in (0, 20, 40):
+            save(folder, run_state(step))
+        assert not folder.make_room(), "the disk has room"
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        (folder.checkpoints / "00000040" / STATE).unlink()
+        assert folder.make_room() and steps_in(folder.checkpoints) == [20, 40]
+        assert not folder.make_room() and steps_in(folder.checkpoints) == [20, 40]
 
 
 def test_whoever_is_cancelled_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:

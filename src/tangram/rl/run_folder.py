@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ from tangram.service.orchestrator import undisturbed
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
 MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"
+ROOM = 2
+"""Times the size of a checkpoint, with which a disk is not full: the next one has more samples and more of a log."""
 
 
 def open_run(path: Path | str, settings: TrainSettings, *, resume: bool, modules: tuple[str, ...] = ()) -> RunFolder:
@@ -148,7 +151,7 @@ class RunFolder:
                 making.__exit__(type(error), error, error.__traceback__)
                 raise
             making.__exit__(None, None, None)
-            self._prune()
+            self._prune(self.settings.checkpoints.keep)
 
         try:
             yield unfinished
@@ -159,8 +162,24 @@ class RunFolder:
         # In a thread, so that the loop goes on; and to its end, as what is half written is nobody's.
         await undisturbed(asyncio.to_thread(finish))
 
-    def _prune(self) -> None:
-        oldest = checkpoints.prune(self.checkpoints, self.settings.checkpoints.keep)
+    def make_room(self) -> bool:
+        """Removes the oldest checkpoint, if the disk has no room for another of the size of the newest, which stays: the
+        newest that is whole. Whether it did."""
+        try:
+            newest, steps = self.latest(), steps_in(self.checkpoints)
+            if newest is None or steps[0] == newest.step or self._has_room(newest.path):
+                return False
+            self._prune(len(steps) - 1)
+        except (ManagerError, OSError):
+            return False
+        return True
+
+    def _has_room(self, like: Path) -> bool:
+        needed = sum(each.stat().st_size for each in like.rglob("*"))
+        return shutil.disk_usage(self.checkpoints).free >= ROOM * needed
+
+    def _prune(self, keep: int) -> None:
+        oldest = checkpoints.prune(self.checkpoints, keep)
         assert oldest is not None, "the one that was just made"
         prune_logs(self.samples, oldest)
 

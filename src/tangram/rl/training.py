@@ -99,8 +99,8 @@ class Training:
         self._looks = Looks(
             settings, made, count=state.evaluations if state is not None else 0, now=self._now, tell=tell
         )
-        self._saved = ""
-        """The last checkpoint."""
+        self._saved = state.step if state is not None else None
+        """The step of the newest checkpoint."""
         self._warmed = state.warm if state is not None else None
         self.warming = False
         """Nothing is saved of a warm start that is not over."""
@@ -168,8 +168,8 @@ class Training:
             await self._end_besides()
         if failure is not None and self._savable:
             with contextlib.suppress(Exception):
-                await self._save()
-        return self._over(str(failure) if failure is not None else self._cause, raised=failure)
+                await self._save(last=True)
+        return self._over(str(failure) if failure is not None else self._unsaved or self._cause, raised=failure)
 
     async def _go(self) -> None:
         if not self._resumed:
@@ -199,8 +199,8 @@ class Training:
         await self._learn()
         try:
             with self._feeder.holding():
+                await self._save(last=True)
                 await self._evaluated()
-                await self._save()
         except TrainerDied as error:
             if self._cause != "steps":
                 self.notice("checkpoint", f"no checkpoint of step {self.buffer.version}: {error}")
@@ -217,9 +217,18 @@ class Training:
         if left:
             await asyncio.wait(left)
 
+    @property
+    def _unsaved(self) -> str:
+        """That steps were made which nobody can go on from, in words; empty: there are none."""
+        if self._saved == self.buffer.version:
+            return ""
+        newest = "there is no checkpoint" if self._saved is None else f"the newest checkpoint is of step {self._saved}"
+        return f"reached step {self.buffer.version}, but {newest}"
+
     def _over(self, cause: str, raised: Exception | None = None) -> Over:
+        saved = str(self._run.checkpoints / folder_name(self._saved)) if self._saved is not None else ""
         over = Over(
-            at_s=self._now(), step=self.buffer.version, cause=cause, checkpoint=self._saved,
+            at_s=self._now(), step=self.buffer.version, cause=cause, checkpoint=saved,
             dropped_so_far=dict(self.buffer.dropped),
         )  # fmt: skip
         self._tell(over)
@@ -267,13 +276,14 @@ class Training:
     async def _after_step(self) -> None:
         if not self._waves and self._schedule.pull == "at_once":
             self._update_beside()
-        if self.buffer.version % self._settings.checkpoints.every == 0:
+        last = self.buffer.version >= self._schedule.steps  # which is saved at the end
+        if self.buffer.version % self._settings.checkpoints.every == 0 and not last:
             try:
                 await self._save()
             except TrainerDied as error:
                 await self._go_back(error)
                 return
-        if self._looks.due(self.buffer.version) and self.buffer.version < self._schedule.steps:
+        if self._looks.due(self.buffer.version) and not last:
             if self._schedule.alpha == 0:
                 began_s = self._now()
                 with self._feeder.holding():
@@ -436,27 +446,36 @@ class Training:
 
     # ---- checkpoints, and back to them ----
 
-    async def _save(self) -> None:
-        """A checkpoint that cannot be written is told; the one before it stays."""
-        step = self.buffer.version
-        if self._run.has(step):
-            self._saved = str(self._run.checkpoints / folder_name(step))
-            return
+    async def _save(self, *, last: bool = False) -> None:
+        """A checkpoint that cannot be written is told; the one before it stays. `last`: there will be no other, so that
+        older ones go, if that makes room for it."""
+        step, freed = self.buffer.version, False
+        while not self._run.has(step):
+            try:
+                await self._write(step)
+            except TrainerDied:
+                raise
+            except ManagerError as error:
+                if last and await asyncio.to_thread(self._run.make_room):
+                    freed = True
+                    continue
+                self.notice("checkpoint", f"no checkpoint of step {step}: {error}")
+                return
+        self._saved = step
+        if freed:
+            self.notice("checkpoint", f"the disk is full: older checkpoints were deleted for that of step {step}")
+
+    async def _write(self, step: int) -> None:
+        """Raises ManagerError."""
         state = RunState(
             version=step, step=step, ticket_next=self._last_ticket + 1, buffer=self.buffer.state(), at_s=self._now(),
             warm=self._warmed, evaluations=self._looks.count,
         )  # fmt: skip
-        try:
-            self._log.rotate(step)
-            async with self._run.checkpoint(step) as path:
-                await self._trainer.save(path)
-                await asyncio.to_thread(save_codec, self._made.codec, path)
-                await asyncio.to_thread(write_state, path, state)
-            self._saved = str(self._run.checkpoints / folder_name(step))
-        except TrainerDied:
-            raise
-        except ManagerError as error:
-            self.notice("checkpoint", f"no checkpoint of step {step}: {error}")
+        self._log.rotate(step)
+        async with self._run.checkpoint(step) as path:
+            await self._trainer.save(path)
+            await asyncio.to_thread(save_codec, self._made.codec, path)
+            await asyncio.to_thread(write_state, path, state)
 
     async def _restarted(self, error: ManagerError, checkpoint: Path | None) -> Weights:
         """A trainer that lives. Raises ManagerError, if there is no end to its dying."""
@@ -494,7 +513,7 @@ class Training:
             self._ledger.dropped(dropped)
             self._log.close()
             self._log = self._run.go_on(found)
-            self._savable = True
+            self._savable, self._saved = True, found.step
         waiting = self.buffer.statistics().waiting
         self.notice(
             "rollback",

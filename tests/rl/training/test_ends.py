@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -196,6 +197,59 @@ def test_without_a_checkpoint_there_is_no_way_back(tmp_path: Path, monkeypatch: 
             with pytest.raises(ManagerError, match="there is no checkpoint to go back to"):
                 await made.training.run()
             assert "no checkpoint of step 0: No space left" in made.of(Noticed)[0].text
+
+    asyncio.run(whole())
+
+
+# ---- a disk that is full --------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """On which so many checkpoints have room."""
+
+    def __init__(self, checkpoints: Path, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.checkpoints, self.room, self.save = checkpoints, room, trainer.save
+        monkeypatch.setattr(trainer, "save", self)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+
+    async def __call__(self, folder: Path) -> None:
+        if len([path for path in self.checkpoints.iterdir() if path.name.isdecimal()]) >= self.room:
+            raise ManagerError("No space left on device")
+        await self.save(folder)
+
+
+@pytest.mark.parametrize(("room", "newest"), [(0, None), (1, 0)])
+def test_a_run_whose_last_step_is_not_saved_says_which_one_is(
+    room: int, newest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def whole() -> None:
+        trainer = FakeTrainer()
+        FullDisk(tmp_path / "checkpoints", trainer, monkeypatch, room)
+        async with leaving_no_task(settings_of(steps=6, every=3), tmp_path, trainer) as made:
+            over = await made.training.run()
+            there = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+            assert (over.step, over.cause) == (6, f"reached step 6, but {there}")
+            assert over.checkpoint == ("" if newest is None else str(tmp_path / "checkpoints" / f"{newest:08d}"))
+            missed = [line.text.partition(":")[0] for line in made.of(Noticed)]
+            assert missed == [f"no checkpoint of step {step}" for step in (0, 3, 6)[room:]], "each once"
+
+    asyncio.run(whole())
+
+
+def test_the_last_checkpoint_takes_the_room_of_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it goes on both stay: the newest is never risked for one that may come later."""
+
+    async def whole() -> None:
+        trainer = FakeTrainer()
+        FullDisk(tmp_path / "checkpoints", trainer, monkeypatch, 2)
+        async with leaving_no_task(settings_of(steps=8, every=3), tmp_path, trainer) as made:
+            over = await made.training.run()
+            assert (over.cause, Path(over.checkpoint).name) == ("steps", "00000008")
+            assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["00000003", "00000008"]
+            assert [line.text for line in made.of(Noticed)] == [
+                "no checkpoint of step 6: No space left on device",
+                "the disk is full: older checkpoints were deleted for that of step 8",
+            ]
 
     asyncio.run(whole())
 
