@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -79,6 +80,7 @@ class Scripted:
         self.settings: TrainSettings | None = None
         self.resumed = False
         self.refuse: Exception | None = None
+        self.refuse_begun: Exception | None = None
         self.fail: Exception | None = None
         self.cause = "steps"
 
@@ -119,6 +121,9 @@ class Scripted:
                     left=LEFT if resume else "",
                 )
             )
+            if self.refuse_begun is not None:
+                both(Over(at_s=1.0, step=0, cause=str(self.refuse_begun)))
+                raise self.refuse_begun
             if not resume:
                 both(Warmed(at_s=5.0, step=30, loss=0.2, scores={"frozenlake": 0.4}, over=True))
                 both(Evaluated(at_s=6.0, step=0, seconds=1.0, scores={"frozenlake": 0.4, "chain": 0.1}))
@@ -304,7 +309,10 @@ def test_settings_that_cannot_be_trained_with_end_with_2_and_leave_nothing(
     wrong = cli("train", config)
     assert wrong.code == 2 and "sampling.top_k" in wrong.err and "so far" not in wrong.err
     assert not Path("build/runs/small").exists()
-    pipeline.refuse = None
+    pipeline.refuse, pipeline.refuse_begun = None, InvalidConfig("task chain", "towards", "words")
+    wrong = cli("train", config)
+    assert wrong.code == 2 and "task chain" in wrong.err and not Path("build/runs/small").exists()
+    pipeline.refuse_begun = None
     assert cli("train", config).code == 0, "repaired, it begins"
     pipeline.refuse = InvalidConfig("seed", 5, "4")
     assert cli("train", config, "--resume").code == 2
@@ -405,6 +413,28 @@ def test_explain_says_that_alpha_0_plays_and_trains_in_turn(cli: Cli, config: Pa
 def test_explain_refuses_what_would_be_refused(cli: Cli, config: Path) -> None:
     wrong = cli("train", config, "--explain", "--set", "sampling.top_k=3")
     assert wrong.code == 2 and f"{config}: sampling.top_k: expected 0 for training" in wrong.err
+
+
+def test_a_policy_that_lacks_words_of_the_tasks_is_refused_before_anything_starts(
+    cli: Cli, config: Path, pipeline: Scripted, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
+    from tangram.rl.environments.registry import words_of
+
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    model = {"model_type": "llama", "vocab_size": 40, "hidden_size": 8, "intermediate_size": 8,
+             "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 256}  # fmt: skip
+    (policy / "config.json").write_text(json.dumps(model))
+    (policy / "words.json").write_text(json.dumps(words_of(["frozenlake"])))
+    lacks = sorted({*words_of(["chain"])} - {*words_of(["frozenlake"])})
+    for more in (["--explain"], []):
+        wrong = cli("train", config, "--set", f"policy.checkpoint={policy}", *more)
+        assert wrong.code == 2 and "policy.checkpoint: expected a policy that knows all words of the tasks" in wrong.err
+        assert f"it lacks {', '.join(lacks[:8])}" in wrong.err
+        assert pipeline.settings is None and not Path("build/runs/small").exists()
+    config.write_text(CONFIG.replace('[[tasks]]\nname = "chain"\n', ""))
+    assert cli("train", config, "--set", f"policy.checkpoint={policy}", "--explain").code == 0
 
 
 def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:

@@ -230,12 +230,14 @@ def _delete(folder: Path) -> None:
 
 def _delete_unbegun(folder: Path) -> None:
     """What was made for a run that could not begin, so that it can once it is repaired."""
+    from tangram.rl.metrics_log import read_metrics
     from tangram.rl.run_folder import METRICS
+    from tangram.rl.training_records import REACHED
 
     path = folder / METRICS
-    with suppress(InvalidConfig, OSError):
+    with suppress(InvalidInput, OSError):
         if path.exists():
-            if path.stat().st_size:
+            if any(isinstance(line, REACHED) for line in read_metrics(path)):
                 return  # there is a run: somebody else's
             _delete(folder)
         folder.rmdir()
@@ -258,13 +260,14 @@ async def _run(settings: TrainSettings, folder: Path, modules: tuple[str, ...], 
     from tangram.cli.train_summary import NORMAL
     from tangram.rl.pipeline import train
     from tangram.rl.training_progress import TrainingProgress
+    from tangram.rl.training_records import REACHED
 
     view = TrainingProgress(settings, quiet=quiet)
     begun = False
 
     def tell(line: AnyLine) -> None:
         nonlocal begun
-        begun = True
+        begun = begun or resume or isinstance(line, REACHED)
         view.tell(line)
 
     with view:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 WORDS = "words.json"
 """In the folder of a checkpoint: its vocabulary, if it is one of words."""
+MISSING_SHOWN = 8
+"""Words that a policy lacks, in a message."""
 
 
 class Assembled(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,7 +170,21 @@ def require_playable(settings: RolloutSettings) -> tuple[list[Task], Codec]:
     tasks = tasks_of(settings)
     codec = codec_of(settings, tasks)
     require_served(settings)
+    if settings.policy.checkpoint and isinstance(codec, Words):
+        _require_known(words_of(tasks), codec, settings.policy.checkpoint)
     return tasks, codec
+
+
+def _require_known(words: Sequence[str], codec: Words, checkpoint: str) -> None:
+    """Raises InvalidConfig for words of tasks that a policy has none for: it could neither read nor write them."""
+    missing = sorted(set(words) - set(codec.words))
+    if missing:
+        more = f" and {len(missing) - MISSING_SHOWN} more" if len(missing) > MISSING_SHOWN else ""
+        expected = (
+            f"a policy that knows all words of the tasks: it lacks {', '.join(missing[:MISSING_SHOWN])}{more}; play "
+            "tasks whose words it knows, or begin with a new policy of theirs"
+        )
+        raise InvalidConfig("policy.checkpoint", checkpoint, expected)
 
 
 def tasks_of(settings: RolloutSettings) -> list[Task]:

@@ -242,6 +242,8 @@ class Over(Line, frozen=True, kw_only=True):
 
 
 AnyLine = Began | Warmed | Trained | Evaluated | Noticed | Over
+REACHED = (Warmed, Trained, Evaluated)
+"""Lines of what a policy has come to: a run without any of them has not really begun."""
 
 RESUMED = "resumed"
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from tangram.client.client import Client
+from tangram.errors import InvalidConfig
 from tangram.rl.assembly import tasks_of
 from tangram.rl.codec import Codec
 from tangram.rl.environments.agents import Episode, demonstrations
@@ -71,7 +72,8 @@ def tokenised(task: str, episode: Episode, codec: Codec) -> Demonstration:
 async def shown(
     settings: TrainSettings, client: Client | None, codec: Codec, progress: Progress | None
 ) -> dict[str, list[Demonstration]]:
-    """By task: what its agent does. Raises what an environment raises."""
+    """By task: what its agent does. Raises what an environment raises, and InvalidConfig for what the policy has no word
+    for."""
     wanted, found = warmed_tasks(settings), {}
     many = settings.warm_start.episodes
     for task, own in zip(tasks_of(settings), settings.tasks, strict=True):
@@ -87,7 +89,11 @@ async def shown(
                 task, settings.warm_start.agent, seeds[first : first + AT_ONCE], outside=outside,
                 turns_max=own.turns_max, options=own.options,
             )  # fmt: skip
-        found[own.name] = [tokenised(own.name, each, codec) for each in episodes]
+        try:
+            found[own.name] = [tokenised(own.name, each, codec) for each in episodes]
+        except ValueError as error:
+            expected = f"words that the policy knows, in all that it says and that {settings.warm_start.agent} does"
+            raise InvalidConfig(f"task {own.name}", str(error), expected) from error
     return found
 
 

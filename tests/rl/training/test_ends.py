@@ -14,13 +14,15 @@ import pytest
 from tests.rl.processes import until
 from tests.rl.training.fakes import FakeTrainer, House, house, settings_of
 
-from tangram.errors import ManagerError
+from tangram.errors import InvalidConfig, ManagerError
 from tangram.rl import looks
+from tangram.rl.codec import Words
 from tangram.rl.engines.base import Weights
 from tangram.rl.evaluation import Scores
 from tangram.rl.sample_log import Lost, read_after
 from tangram.rl.training_records import Evaluated, Noticed, Over, Trained, Warmed
 from tangram.rl.training_settings import TrainSettings
+from tangram.rl.warm_start import shown
 
 DEADLINE_S = 60.0
 
@@ -339,6 +341,11 @@ def test_a_warm_start_whose_trainer_dies_begins_anew(tmp_path: Path) -> None:
             assert "killed by a test while it imitated; the warm start begins anew" in made.of(Noticed)[0].text
 
     asyncio.run(whole())
+
+
+def test_what_an_agent_says_that_the_policy_has_no_word_for_is_said_of_its_task() -> None:
+    with pytest.raises(InvalidConfig, match=r"task random: expected words that the policy knows.*'go' is none of"):
+        asyncio.run(shown(settings_of(warm_until=1.0), None, Words(("look",)), None))
 
 
 def test_nothing_is_saved_of_a_warm_start_that_failed(tmp_path: Path) -> None:
