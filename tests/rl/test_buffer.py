@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import tracemalloc
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -377,6 +378,29 @@ def test_a_new_process_goes_on_with_what_the_old_one_had_written_down() -> None:
     assert [each.number for each in again.in_flight] == [2], "to be played again"
     assert [number for number in range(7) if not again.knows(number)] == [5, 6]
     again.check()
+
+
+def test_of_what_smaller_bounds_leave_no_room_for_each_is_told_with_its_cause() -> None:
+    """What is too old goes, then what has yet to be played, the newest first, then the oldest of what waits."""
+    it = buffer(batch=4, alpha=1)
+    it.version = 1
+    started(it, *range(8))
+    for number, version in ((0, 0), (1, 1), (2, 1), (3, 1)):
+        put(it, number, (version,))
+
+    def left(batch: int) -> tuple[SampleBuffer, list[tuple[int, str]]]:
+        again = SampleBuffer.restore(it.state(), now=0.0, batch=batch, alpha=0, bytes_max=MIB)
+        again.check()
+        told = [(each.group.seed, each.cause) for each in again.evict()]
+        assert Counter(cause for _, cause in told) == again.dropped
+        return again, told
+
+    again, told = left(4)
+    assert told == [(0, STALE), (7, FULL), (6, FULL), (5, FULL)]
+    assert numbers(again.waiting) == [1, 2, 3] and [each.number for each in again.in_flight] == [4]
+    again, told = left(2)
+    assert told == [(0, STALE), (7, FULL), (6, FULL), (5, FULL), (4, FULL), (1, FULL)]
+    assert numbers(again.waiting) == [2, 3] and again.in_flight == ()
 
 
 def test_what_is_settled_is_saved_in_little_room() -> None:

@@ -81,10 +81,15 @@ def test_the_text_says_all_of_it(tmp_path: Path) -> None:
         file.write(b"torn")
     state = run_state(40, waiting=[waiting(3, 39)], in_flight=[8])
     back = recovered(checkpoint(state, "checkpoint 60 is damaged"), read_after(tmp_path, 40))
-    assert back.text == (
+    notes = f"checkpoint 60 is damaged; {log.path}: 4 bytes at its end could not be read"
+    assert back.text(SampleBuffer.restore(back.buffer, now=0.0, **BOUNDS).statistics()) == (
         "from step 40, version 40: 2 groups wait to be trained on, 1 that were in play are played anew, "
-        "1 dropped since (failed), 2 dropped since (lost_lineage); checkpoint 60 is damaged; "
-        f"{log.path}: 4 bytes at its end could not be read"
+        f"1 dropped (failed), 2 dropped (lost_lineage); {notes}"
+    )
+    smaller = SampleBuffer.restore(back.buffer, now=0.0, batch=1, alpha=0, bytes_max=1 << 30)
+    assert back.text(smaller.statistics()) == (
+        "from step 40, version 40: 1 groups wait to be trained on, 0 that were in play are played anew, "
+        f"1 dropped (failed), 1 dropped (full), 2 dropped (lost_lineage), 1 dropped (stale); {notes}"
     )
 
 

@@ -308,10 +308,7 @@ class SampleBuffer:
         self._settled.tokens_discarded = state.tokens_discarded
         self._started = len(self._settled) + self.outstanding
         self._bytes_mean, self._puts = state.bytes_mean, state.puts
-        self._untold += self._fit()
-        while self.outstanding > self.outstanding_max:
-            newest = max(self._in_flight.values(), key=lambda ticket: ticket.number)
-            self.lose(newest.group, FULL)
+        self._untold += [*self._expire(), *self._fit_in_flight(), *self._fit()]
         return self
 
     def rollback(self, to: BufferState, consumed: Iterable[Group], now: float) -> tuple[Dropped, ...]:
@@ -377,6 +374,17 @@ class SampleBuffer:
         ):
             dropped.append(self._drop_kept(min(self._waiting.values(), key=lambda each: each.age), FULL))
         return dropped
+
+    def _fit_in_flight(self) -> list[Dropped]:
+        """Drops the newest that are too many. Nothing of them is played yet, so that they go before what waits."""
+        newest = sorted(self._in_flight.values(), key=lambda ticket: ticket.number, reverse=True)
+        spare = newest[: max(0, self.outstanding - self.outstanding_max)]
+        for ticket in spare:
+            self.lose(ticket.group, FULL)
+        return [
+            Dropped(group=Group(id=each.group, task=each.task, seed=each.seed, members=(), wanted=0), cause=FULL)
+            for each in spare
+        ]
 
     def _drop_kept(self, kept: _Kept, cause: str) -> Dropped:
         del self._waiting[kept.group.id]

@@ -155,7 +155,7 @@ async def _begun(
                 alpha=settings.training.alpha,
                 settings=msgspec.to_builtins(settings),
                 resumed_from=str(found.path) if found is not None else "",
-                left=back.text if back is not None else (NO_CHECKPOINT if resume else ""),
+                left=back.text(buffer.statistics()) if back is not None else (NO_CHECKPOINT if resume else ""),
             )
         )
         for change in run.changed:

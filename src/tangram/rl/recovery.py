@@ -3,11 +3,13 @@
 Pure. The weights go back to the checkpoint, so a group that was trained on after it counts as never trained on, and
 waits again; unless a token of it was sampled by weights that are lost, for then it is no sample of any weights that
 there are. Promises that nothing returns which the checkpoint says was trained on or dropped, that every group is in
-exactly one place afterwards, and that the text says how many are where. An entry that is missing from the log does no
+exactly one place afterwards, and that the text says how many are where once they are restored, whatever bounds are
+smaller then. An entry that is missing from the log does no
 harm: its group is played again.
 
     back = recovered(checkpoint, folder.samples_after(checkpoint.step))
     buffer = SampleBuffer.restore(back.buffer, now=now, ...)        # back.buffer.in_flight is to be played anew
+    left = back.text(buffer.statistics())
     upcoming = (each for each in tickets(settings) if not buffer.knows(each.number))
 """
 
@@ -15,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
-from tangram.rl.buffer_records import LOST_LINEAGE, BufferState, Waiting, number_of
-from tangram.rl.checkpoints import Checkpoint, RunState
+from tangram.rl.buffer_records import LOST_LINEAGE, BufferState, BufferStatistics, Waiting, number_of
+from tangram.rl.checkpoints import Checkpoint
 from tangram.rl.number_ranges import NumberRanges
 from tangram.rl.records import Group
 from tangram.rl.sample_log import Entry, Logs, Put
@@ -31,8 +33,21 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """To be restored. What is in flight in it is to be played anew."""
     dropped: dict[str, str]
     """By id, the cause as it is counted: groups that will not be trained on, and were not settled at the checkpoint."""
-    text: str
-    """All of this in words, with what could not be read."""
+    step: int
+    """Of the checkpoint; likewise the next one."""
+    dropped_by_cause: dict[str, int]
+    notes: tuple[str, ...]
+    """What could not be read, in words."""
+
+    def text(self, restored: BufferStatistics) -> str:
+        """What became of all groups, in words. `restored`: the buffer, when it was."""
+        since = Counter(restored.dropped) - Counter(self.dropped_by_cause)
+        dropped = ", ".join(f"{number} dropped ({cause})" for cause, number in sorted(since.items()))
+        told = (
+            f"from step {self.step}, version {restored.version}: {restored.waiting} groups wait to be trained on, "
+            f"{restored.in_flight} that were in play are played anew, {dropped or 'none dropped'}"
+        )
+        return "; ".join((told, *self.notes))
 
 
 def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
@@ -69,7 +84,9 @@ def recovered(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Recovered:
             tokens_discarded=buffer.tokens_discarded + sum(len(each.logprobs) for each in discarded),
         ),
         dropped=dropped,
-        text="; ".join((_text(state, len(waiting), len(again), dropped), *checkpoint.warnings, *unread)),
+        step=state.step,
+        dropped_by_cause=buffer.dropped_by_cause,
+        notes=(*checkpoint.warnings, *unread),
     )
 
 
@@ -77,11 +94,3 @@ def _waiting(group: Group, version: int) -> Waiting:
     first = group.version_first
     # Whoever restores it counts its waiting from then: the clocks of two processes have nothing to do with each other.
     return Waiting(group=group, version=version if first is None else first, since=math.inf)
-
-
-def _text(state: RunState, waiting: int, again: int, dropped: Mapping[str, str]) -> str:
-    lost = ", ".join(f"{number} dropped since ({cause})" for cause, number in sorted(Counter(dropped.values()).items()))
-    return (
-        f"from step {state.step}, version {state.version}: {waiting} groups wait to be trained on, "
-        f"{again} that were in play are played anew, {lost or 'none dropped'}"
-    )

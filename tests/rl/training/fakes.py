@@ -228,7 +228,8 @@ async def house(
                 )  # fmt: skip
                 training = Training(
                     settings, run, run.go_on(found), made, trainer, buffer, upcoming(settings, buffer),
-                    state=found.state if found is not None else None, tell=lines.append, progress=None,
+                    state=found.state if found is not None else None,
+                    dropped=tuple(back.dropped.values()) if back is not None else (), tell=lines.append, progress=None,
                 )  # fmt: skip
                 holder.append(training)
                 try:

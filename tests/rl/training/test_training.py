@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.rl.training.fakes import FakeTrainer, House, house, settings_of
 
 from tangram.errors import ManagerError
+from tangram.rl.checkpoints import folder_name, read_checkpoint, steps_in
 from tangram.rl.training_records import Batch, Evaluated, Noticed, Over, Trained
 from tangram.rl.training_settings import TrainSettings
 
@@ -176,6 +178,32 @@ def test_no_sample_is_trained_on_twice_whenever_the_run_is_killed(seed: int, tmp
     assert_lineage(trainer.batches)
     if mode == "rollart":
         assert staleness_max(trainer.batches) <= alpha
+
+
+def test_what_a_resumption_with_smaller_bounds_drops_is_in_the_counts_of_a_step(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+
+    async def killed() -> None:
+        async with house(settings_of(alpha=4, steps=100, step_s=0.02), tmp_path, trainer) as made:
+            running = asyncio.create_task(made.training.run())
+            await trainer.reached(8)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def gone_on() -> House:
+        settings = settings_of(alpha=0, batch=2, steps=len(trainer.batches) + 2, step_s=0.02)
+        async with house(settings, tmp_path, trainer, resume=True) as made:
+            await made.training.run()
+            return made
+
+    asyncio.run(killed())
+    folder = tmp_path / "checkpoints"
+    counted = Counter(read_checkpoint(folder / folder_name(steps_in(folder)[-1])).state.buffer.dropped_by_cause)
+    made = asyncio.run(gone_on())
+    for line in made.of(Trained):
+        counted.update(line.dropped)
+        assert counted == line.dropped_so_far
+    assert counted["full"] + counted["stale"] + counted["lost_lineage"] > 0, "there were 15 groups, and are 2"
 
 
 def test_an_engine_that_dies_costs_no_sample(tmp_path: Path) -> None:
