@@ -254,6 +254,13 @@ def test_tensorboard_shows_the_scalars_of_every_step(tmp_path: Path) -> None:
     assert "loss/tokens" not in step
 
 
+def test_what_tensorboard_was_told_is_there_though_its_process_is_killed(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, resume=False) as log:
+        for step in (1, 2, 3):
+            log.tell(trained(step))
+            assert [number for number, _ in events(tmp_path)] == list(range(1, step + 1))
+
+
 def test_tensorboard_forgets_the_steps_of_lost_weights(tmp_path: Path) -> None:
     written(tmp_path, began(), trained(1, 0.1), trained(2, 0.2), trained(3, 0.3))
     written(tmp_path, began(1, "checkpoints/1"), trained(2, 0.75), resume=True)

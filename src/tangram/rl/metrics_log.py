@@ -25,11 +25,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -43,8 +44,6 @@ TENSORBOARD = "tensorboard"
 NUMBER = "$number"
 """JSON has no nan and no infinity: `{"$number": "nan"}` is."""
 NOT_FINITE = ("nan", "inf", "-inf")
-FLUSH_EVERY_S = 5.0
-"""Between two writes for TensorBoard, each of which waits for the disk; it looks for new events no more often."""
 TAIL_BYTES = 64 << 10
 COUNTED = {"trajectories", "tokens", "tokens_per_s"}
 """Of what a trainer tells, what is throughput."""
@@ -276,26 +275,34 @@ def _of_step(line: Trained) -> dict[str, float]:
     return found | {f"engine/{engine.name}": engine.busy_share for engine in line.engines}
 
 
+def _record(event: bytes, checksum: Callable[[bytes], int]) -> bytes:
+    """As a file of TensorBoard has it: its length and itself, each with its checksum behind it."""
+    length = struct.pack("<Q", len(event))
+    return b"".join(part + struct.pack("<I", checksum(part)) for part in (length, event))
+
+
 class _Board:
-    """The events of TensorBoard. What goes wrong is kept in words and ends it.
+    """The events of TensorBoard, each handed to the system at once: a process that is killed leaves no hole. What goes
+    wrong is kept in words and ends it.
 
     tensorboardX's SummaryWriter is not used: its thread dies of a full disk, and then whoever tells it something waits
-    for ever.
+    for ever. Nor is its RecordWriter, which gives nothing away without waiting for the disk.
     """
 
     def __init__(self, folder: Path) -> None:
         self.left_out = ""
-        self._events: Any = None
-        self._flushed_s = 0.0
+        self._events: BinaryIO | None = None
         self._step = 0
         """The last one."""
         try:
-            from tensorboardX.record_writer import RecordWriter
+            from tensorboardX.proto.event_pb2 import Event
+            from tensorboardX.record_writer import masked_crc32c
 
+            self._checksum: Callable[[bytes], int] = masked_crc32c
             folder.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads all files of a folder whose names hold `tfevents`, in the order of their names.
             name = f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
-            self._events = RecordWriter(str(folder.resolve() / name))
+            self._events = (folder / name).open("wb")
         except ImportError as error:
             self.left_out = (
                 f"no log for TensorBoard: {error.name} is not installed (pip install 'arl-tangram[rl]' does it)"
@@ -303,8 +310,6 @@ class _Board:
         except OSError as error:
             self.left_out = f"no log for TensorBoard: {folder} cannot be written ({error.strerror})"
         else:
-            from tensorboardX.proto.event_pb2 import Event
-
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def tell(self, line: AnyLine) -> bool:
@@ -344,10 +349,8 @@ class _Board:
         if self._events is None:  # given up
             return
         try:
-            self._events.write(event.SerializeToString())
-            if time.monotonic() - self._flushed_s >= FLUSH_EVERY_S:
-                self._events.flush()
-                self._flushed_s = time.monotonic()
+            self._events.write(_record(event.SerializeToString(), self._checksum))
+            self._events.flush()
         except OSError as error:
             self._give_up(error)
 

@@ -163,8 +163,8 @@ class RunFolder:
         await undisturbed(asyncio.to_thread(finish))
 
     def make_room(self) -> bool:
-        """Removes the oldest checkpoint, if the disk has no room for another of the size of the newest, which stays: the
-        newest that is whole. Whether it did."""
+        """Removes the oldest checkpoint, if the disk has no room for another. The newest that is whole stays. Whether it
+        did."""
         try:
             newest, steps = self.latest(), steps_in(self.checkpoints)
             if newest is None or steps[0] == newest.step or self._has_room(newest.path):

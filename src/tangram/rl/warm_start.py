@@ -72,8 +72,8 @@ def tokenised(task: str, episode: Episode, codec: Codec) -> Demonstration:
 async def shown(
     settings: TrainSettings, client: Client | None, codec: Codec, progress: Progress | None
 ) -> dict[str, list[Demonstration]]:
-    """By task: what its agent does. Raises what an environment raises, and InvalidConfig for what the policy has no word
-    for."""
+    """By task: what its agent does. Raises what an environment raises, and InvalidConfig for words that the policy does
+    not know."""
     wanted, found = warmed_tasks(settings), {}
     many = settings.warm_start.episodes
     for task, own in zip(tasks_of(settings), settings.tasks, strict=True):
