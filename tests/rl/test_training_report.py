@@ -283,6 +283,19 @@ def test_numbers_that_are_none_leave_gaps(tmp_path: Path) -> None:
     assert all(value is not None for value in values[1:])
 
 
+def test_a_step_is_judged_by_the_alpha_that_it_was_made_with(tmp_path: Path) -> None:
+    lines = run_lines(steps=4, alpha=3)
+    ages = {1: (1, 0, 1), 2: (1, 1), 3: (4,), 4: (3, 1)}
+    lines = [msgspec.structs.replace(line, staleness=ages[line.step]) if isinstance(line, Trained) else line
+             for line in lines]  # fmt: skip
+    at = next(at for at, line in enumerate(lines) if isinstance(line, Trained) and line.step == 3)
+    for alpha, older in ((1, "none older than α"), (0, "1 trajectory older than α")):
+        began = Began(at_s=0.0, began_at=0.0, step=2, mode="rollart", alpha=alpha, resumed_from="x")
+        text = written(tmp_path / str(alpha), [*lines[:at], began, *lines[at:]])
+        assert f"at most 2, with α = 3, then {alpha}; {older}." in text
+        assert f"in mode rollart with α = 3, then {alpha}:" in text
+
+
 def test_older_samples_than_alpha_are_told(tmp_path: Path) -> None:
     lines = run_lines(steps=4, alpha=2, mode="start-bound")
     began = lines[0]

@@ -163,7 +163,7 @@ class RunFolder:
         await undisturbed(asyncio.to_thread(finish))
 
     def make_room(self) -> bool:
-        """Removes the oldest checkpoint, if the disk has no room for another. The newest that is whole stays. Whether it
+        """Removes the oldest checkpoint, if the disk has no room for another; never the newest that is whole. Whether it
         did."""
         try:
             newest, steps = self.latest(), steps_in(self.checkpoints)

@@ -241,7 +241,7 @@ class Charts:
             "names": [str(age) for age in range(len(shown))],
             "values": shown,
             "shares": _numbers(count / total for count in shown),
-            "limit": {"after": self.run.alpha, "words": f"α = {self.run.alpha}"},
+            "limit": {"after": self.run.alpha, "words": self.run.alpha_words},
         }
         return self._add("ages", spec)
 

@@ -27,7 +27,7 @@ TASKS_IN_HEADLINE = 4
 def report_page(run: Run, folder: Path, played: Played | None = None) -> str:
     charts = Charts(run)
     scores = [run.score(task) for task in run.tasks]
-    labels = ["training", folder.name or str(folder), *([run.mode, f"alpha {run.alpha}"] if run.began else [])]
+    labels = ["training", folder.name or str(folder), *([run.mode, run.alpha_words] if run.began else [])]
     body = [
         "".join(f'<span class="label">{escape(name_of(label))}</span>' for label in labels),
         f"<h1>{escape(headline(run, scores))}</h1>",
@@ -79,7 +79,7 @@ def _change(score: Score) -> str:
 
 
 def _lead(run: Run) -> str:
-    told = [f"{several(len(run.tasks), 'task')} in mode {run.mode} with α = {run.alpha}:"] if run.began else []
+    told = [f"{several(len(run.tasks), 'task')} in mode {run.mode} with {run.alpha_words}:"] if run.began else []
     told.append(
         f"{several(len(run.steps), 'step')} on {several(run.trajectories_all, 'trajectory', 'trajectories')} in "
         f"{duration(run.seconds)}" + (f", of which {duration(run.warm_over_s)} warm start." if run.warm_over_s else ".")

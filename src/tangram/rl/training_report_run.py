@@ -131,6 +131,7 @@ class Run:
                 + [task for line in self.steps for task in line.tasks]
             )
         )
+        self._alpha_by_step = _alphas(self.lines)
         self.trajectories = list(accumulate(_trajectories(line) for line in self.steps))
         """Trained on, by the end of each step."""
         self.seconds = max((line.at_s for line in self.lines if math.isfinite(line.at_s)), default=0.0)
@@ -141,7 +142,24 @@ class Run:
 
     @property
     def alpha(self) -> int:
-        return self.began[-1].alpha if self.began else 0
+        """The largest that a step was made with: a resumption may have changed it."""
+        return max(self._alphas)
+
+    @property
+    def alpha_words(self) -> str:
+        """All that steps were made with, in their order."""
+        return f"α = {', then '.join(map(str, self._alphas))}"
+
+    @property
+    def older(self) -> int:
+        """Trajectories that were older than the α of their step."""
+        return sum(sum(line.staleness[self._alpha_by_step[line.step] + 1 :]) for line in self.steps)
+
+    @property
+    def _alphas(self) -> list[int]:
+        made = [self._alpha_by_step[line.step] for line in self.steps]
+        made = made or [line.alpha for line in self.began[-1:]] or [0]
+        return [alpha for alpha, before in zip(made, [None, *made], strict=False) if alpha != before]
 
     @property
     def settings(self) -> dict[str, object]:
@@ -262,6 +280,17 @@ class Run:
             for pool in line.pools:
                 by_name[pool.name].append(pool)
         return [_summed(name, uses) for name, uses in by_name.items()]
+
+
+def _alphas(lines: Iterable[AnyLine]) -> dict[int, int]:
+    """By step, the bound on age that it was made under."""
+    found, alpha = {}, 0
+    for line in lines:
+        if isinstance(line, Began):
+            alpha = line.alpha
+        elif isinstance(line, Trained):
+            found[line.step] = alpha
+    return found
 
 
 def parts_of(line: Trained) -> dict[str, float]:

@@ -89,12 +89,11 @@ def staleness_section(run: Run, charts: Charts) -> str:
         return ""
     total = sum(ages)
     mean = sum(age * count for age, count in enumerate(ages)) / total
-    older = sum(ages[run.alpha + 1 :])
-    beyond = f"{several(older, 'trajectory', 'trajectories')} older than α" if older else "none older than α"
+    beyond = f"{several(run.older, 'trajectory', 'trajectories')} older than α" if run.older else "none older than α"
     return section(
         "Staleness",
         f"Versions between the first token of a trajectory and the step that it was used in: {mean:.2f} on average,"
-        f" at most {len(ages) - 1}, with α = {run.alpha}; {beyond}.",
+        f" at most {len(ages) - 1}, with {run.alpha_words}; {beyond}.",
         f'<div class="curves">{chart_figure(charts.histogram(), "Trajectories by staleness")}'
         f"{chart_figure(charts.staleness(), 'Shares over time')}</div>",
     )
