@@ -196,6 +196,9 @@ def test_samples_that_a_teacher_scored_are_not_trained_on_by_their_rewards(tmp_p
     begun(tmp_path, distilled)
     with pytest.raises(InvalidConfig, match=r"objective.kind: expected 'distill' as before"):
         open_run(tmp_path, replace(distilled, objective=ObjectiveSettings()), resume=True)
+    other = (TeacherSettings(name="wise", checkpoint="foolish"),)
+    with pytest.raises(InvalidConfig, match=r"teachers\[wise\].checkpoint: expected 'wise' as before, .* scored by it"):
+        open_run(tmp_path, replace(distilled, teachers=other), resume=True)
 
 
 def test_all_else_may_change_and_is_told(tmp_path: Path) -> None:

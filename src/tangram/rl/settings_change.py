@@ -32,6 +32,8 @@ FIXED = {
     "tasks.reward.kind": "samples that are saved were rewarded so",
     "tasks.reward.function": "samples that are saved were rewarded so",
     "tasks.reward.service": "samples that are saved were rewarded so",
+    "teachers": "samples that are saved were scored by them",
+    "teachers.checkpoint": "samples that are saved were scored by it",
 }
 """Keys that stay, and why. All others may change."""
 LEAVES = ("options",)
