@@ -437,6 +437,22 @@ def test_a_policy_that_lacks_words_of_the_tasks_is_refused_before_anything_start
     assert cli("train", config, "--set", f"policy.checkpoint={policy}", "--explain").code == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("warm_start.agent=techer", "warm_start.agent: expected an agent of task frozenlake, which has a warm start"),
+        ("groups.groups_extra=2", "groups.groups_extra: expected 0 for training"),
+    ],
+)
+def test_what_training_could_not_do_is_refused_before_anything_starts(
+    cli: Cli, config: Path, pipeline: Scripted, change: str, said: str
+) -> None:
+    for more in (["--explain"], []):
+        wrong = cli("train", config, "--set", change, *more)
+        assert wrong.code == 2 and said in wrong.err
+        assert pipeline.settings is None and not Path("build/runs/small").exists()
+
+
 def test_explain_says_what_acts_outside(cli: Cli, config: Path) -> None:
     config.write_text(CONFIG + '[[tasks]]\nname = "codefix"\n')
     said = cli("train", config, "--explain", "--set", "outside.backend=process")

@@ -16,7 +16,7 @@ TensorBoard shows, by step:
     staleness/mean max                    of the trajectories of the batch
     time/NAME wait/STAGE                  seconds of the step, and of its waiting
     throughput/trajectories_per_s tokens_per_s trainer_tokens_per_s
-    groups/buffered in_flight started dropped
+    groups/buffered in_flight started short dropped
     act/POOL act_p99/POOL utilisation/POOL engine/NAME
 """
 
@@ -265,7 +265,7 @@ def _of_step(line: Trained) -> dict[str, float]:
         found["throughput/tokens_per_s"] = line.metrics.get("tokens", 0.0) / step_s
     if "tokens_per_s" in line.metrics:
         found["throughput/trainer_tokens_per_s"] = line.metrics["tokens_per_s"]
-    found |= {f"groups/{name}": getattr(line, name) for name in ("buffered", "in_flight", "started")}
+    found |= {f"groups/{name}": getattr(line, name) for name in ("buffered", "in_flight", "started", "short")}
     found["groups/dropped"] = sum(line.dropped.values())
     for pool in line.pools:
         if pool.actions:

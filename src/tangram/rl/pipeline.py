@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from tangram.client.client import Client
+from tangram.errors import InvalidConfig
 from tangram.rl.assembly import assembled, require_served
 from tangram.rl.buffer import SampleBuffer
 from tangram.rl.codec import Codec
@@ -37,6 +38,7 @@ from tangram.rl.trainer_process import ProcessTrainer
 from tangram.rl.training import INTERRUPTED, Training
 from tangram.rl.training_records import AnyLine, Began, Over
 from tangram.rl.training_settings import TrainSettings
+from tangram.rl.warm_start import require_agents
 
 STOP_S_MAX = 60.0
 """For the step that is under way when a run is interrupted, and its checkpoint."""
@@ -82,6 +84,13 @@ def require_trainable(settings: TrainSettings) -> None:
         temperature=drawn.temperature, top_k=drawn.top_k, top_p=drawn.top_p, keep_ids=drawn.keep_ids
     ).require_trainable()
     settings.require_differences()
+    if settings.groups.groups_extra:
+        expected = (
+            "0 for training, in which training.batch and training.staleness say how many groups are in play; "
+            "groups.members_extra, or training.batch_min with batch_wait_s, keep a step from waiting for the slowest"
+        )
+        raise InvalidConfig("groups.groups_extra", settings.groups.groups_extra, expected)
+    require_agents(settings)
     require_served(settings)
 
 
@@ -133,8 +142,8 @@ async def _begun(
 
         begun = False
         assembly = assembled(
-            settings, client=client, watch=watch, on_event=on_event, progress=progress, first=first, fresh=fresh,
-            barrier=settings.training.mode == "sync",
+            settings.as_played(), client=client, watch=watch, on_event=on_event, progress=progress, first=first,
+            fresh=fresh, barrier=settings.training.mode == "sync",
         )  # fmt: skip
         made = await stack.enter_async_context(assembly)
         log = run.go_on(found)

@@ -163,8 +163,8 @@ class RunFolder:
         await undisturbed(asyncio.to_thread(finish))
 
     def make_room(self) -> bool:
-        """Removes the oldest checkpoint, if the disk has no room for another; never the newest that is whole. Whether it
-        did."""
+        """Whether the oldest checkpoint was removed, as the disk has no room for another. The newest that is whole
+        stays."""
         try:
             newest, steps = self.latest(), steps_in(self.checkpoints)
             if newest is None or steps[0] == newest.step or self._has_room(newest.path):

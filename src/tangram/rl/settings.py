@@ -153,14 +153,14 @@ class GroupSettings(Table, frozen=True, kw_only=True):
     members_extra: valid.CountOr0 = 0
     """Members that are played besides; the first `size` that end are kept."""
     groups_extra: valid.CountOr0 = 0
-    """Groups that are played besides; the first that are whole are kept."""
+    """Groups that a rollout plays besides; the first that are whole are kept. In training there are none."""
     on_loss: Annotated[LossRule, one_of(LossRule)] = "refill"
     """A member that failed is played again as a new attempt; or the group is closed with those that it has, if they
     are `size_min`; or it is dropped whole."""
     refills_max: valid.CountOr0 = 16
     """Of one group; after these it is closed or dropped as `size_min` says."""
     size_min: valid.Count = 1
-    """Members with which a group may be closed."""
+    """Members with which a group may be closed; in training by rewards at least 2, as one alone teaches nothing."""
 
     def together(self) -> None:
         if self.size_min > self.size:

@@ -99,6 +99,7 @@ class StepLedger:
             tasks=tasks_of(batch),
             staleness=histogram(batch.staleness),
             groups=tuple(number_of(group.id) for group in batch.groups),
+            short=sum(not group.whole for group in batch.groups),
             started=max(0, started - self._started),
             dropped=dict(self._dropped),
             aborted=self._aborted,

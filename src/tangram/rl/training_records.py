@@ -186,6 +186,8 @@ class Trained(Line, frozen=True, kw_only=True):
     """Trajectories by staleness, from 0."""
     groups: tuple[int, ...] = ()
     """The numbers of the groups of the batch: no number is in two steps of one lineage of weights."""
+    short: int = 0
+    """Groups of the batch that have fewer members than they should: what was lost could not be played again."""
     started: int = 0
     """Groups, since the step before; likewise the next three."""
     dropped: dict[str, int] = {}

@@ -163,6 +163,7 @@ def discarded_section(run: Run, charts: Charts) -> str:
     rows = [
         ["groups started", f"{started:,}", ""],
         ["groups trained on", f"{sum(its.groups for line in run.steps for its in line.tasks.values()):,}", ""],
+        ["groups trained on that lack members", f"{sum(line.short for line in run.steps):,}", ""],
         *([f"groups dropped: {name_of(cause)}", f"{count:,}", percent(count / started) if started else "-"]
           for cause, count in sorted(dropped.items())),
         ["trajectories aborted as stale", f"{sum(line.aborted for line in run.steps):,}", ""],

@@ -14,7 +14,9 @@ record that is there is valid, however it was made, and that no run trains on wh
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
+
+import msgspec
 
 from tangram.config import valid
 from tangram.config.tables import MIB, Table
@@ -221,17 +223,26 @@ class TrainSettings(RolloutSettings, frozen=True, kw_only=True):
                 raise InvalidConfig(f"engines[{at}].kind", engine.kind, expected)
         self._teachers_are_asked()
 
+    @property
+    def by_differences(self) -> bool:
+        """Whether a reward is measured against those of its group, so that of one alone nothing is learned."""
+        own = self.objective
+        return own.kind == "grpo" and (own.zero_variance == "drop" or own.advantage in ADVANTAGES)
+
     def require_differences(self) -> None:
         """Raises InvalidConfig for groups that can be played, and never say anything by their rewards."""
-        own = self.objective
-        if self.groups.size > 1 or own.kind != "grpo":
-            return
-        if own.zero_variance == "drop" or own.advantage in ADVANTAGES:
+        if self.by_differences and self.groups.size < 2:
             expected = (
                 "at least 2: a reward is measured against those of its group, and of one alone nothing is learned; or "
                 'an advantage of your own, with objective.zero_variance = "keep"'
             )
             raise InvalidConfig("groups.size", self.groups.size, expected)
+
+    def as_played(self) -> Self:
+        """With groups that are dropped rather than closed with one member, where that would teach nothing."""
+        if not self.by_differences or self.groups.size_min > 1:
+            return self
+        return msgspec.structs.replace(self, groups=msgspec.structs.replace(self.groups, size_min=2))
 
     def _teachers_are_asked(self) -> None:
         """Each once, and whoever asks one finds it: here, or at the service where actions run."""

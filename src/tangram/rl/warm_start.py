@@ -20,6 +20,7 @@ from tangram.rl.assembly import tasks_of
 from tangram.rl.codec import Codec
 from tangram.rl.environments.agents import Episode, demonstrations
 from tangram.rl.environments.base import Outside, Task
+from tangram.rl.environments.registry import resolve
 from tangram.rl.environments.sharing import Progress
 from tangram.rl.trainer import Trainer
 from tangram.rl.training_records import Demonstration
@@ -48,6 +49,15 @@ def warmed_tasks(settings: TrainSettings) -> dict[str, float]:
             low, high = reward_range(task)
             wanted[own.name] = low + own.warm_until * (high - low)
     return wanted
+
+
+def require_agents(settings: TrainSettings) -> None:
+    """Raises InvalidConfig, if a task that has a warm start has nobody of that name to be imitated."""
+    name = settings.warm_start.agent
+    for own in settings.tasks:
+        if own.warm_until > 0.0 and name not in (agents := resolve(own.environment or own.name).agents):
+            expected = f"an agent of task {own.name}, which has a warm start (there are: {', '.join(agents) or 'none'})"
+            raise InvalidConfig("warm_start.agent", name, expected)
 
 
 def reward_range(task: Task) -> tuple[float, float]:

@@ -218,7 +218,7 @@ async def house(
             bounds = bounds_of(settings)
             buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
             rollout = Rollout(
-                settings, gateway, WORDS, fresh=lambda episode: holder[0].fresh(episode),
+                settings.as_played(), gateway, WORDS, fresh=lambda episode: holder[0].fresh(episode),
                 barrier=settings.training.mode == "sync",
             )  # fmt: skip
             async with rollout:

@@ -7,11 +7,13 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.rl.training.fakes import FakeTrainer, House, house, settings_of
 
 from tangram.errors import ManagerError
 from tangram.rl.checkpoints import folder_name, read_checkpoint, steps_in
+from tangram.rl.settings import GroupSettings
 from tangram.rl.training_records import Batch, Evaluated, Noticed, Over, Trained
 from tangram.rl.training_settings import TrainSettings
 
@@ -228,6 +230,16 @@ def test_a_task_that_never_brings_anything_is_named(tmp_path: Path) -> None:
                 await made.training.run()
 
     asyncio.run(whole())
+
+
+def test_a_group_that_lost_all_members_but_one_is_no_sample_and_one_that_lacks_some_is_counted(tmp_path: Path) -> None:
+    """Nothing is played again, and half of all episodes fail."""
+    trainer, settings = FakeTrainer(), settings_of(steps=6, fails=0.3, evaluations=0)
+    groups = GroupSettings(size=3, refills_max=0)
+    made = run_whole(msgspec.structs.replace(settings, groups=groups), tmp_path, trainer)
+    sizes = [[len(group.members) for group in batch.groups] for batch in trainer.batches]
+    assert {size for batch in sizes for size in batch} == {2, 3}
+    assert [line.short for line in made.of(Trained)] == [batch.count(2) for batch in sizes]
 
 
 def test_a_run_that_is_stopped_can_be_gone_on_with(tmp_path: Path) -> None:
