@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig, InvalidTrace, ManagerError
-from tangram.rl.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, read_metrics, scalars
+from tangram.rl.metrics_log import METRICS_FILE, TENSORBOARD, MetricsLog, left_at, read_metrics, scalars
 from tangram.rl.training_records import (
     AnyLine,
     Began,
@@ -203,6 +204,19 @@ def test_a_run_that_went_back_and_made_no_step_since_has_lost_what_it_lost(tmp_p
 def test_an_evaluation_that_comes_late_counts(tmp_path: Path) -> None:
     path = written(tmp_path, began(), trained(1), trained(2), evaluated(1), trained(3))
     assert ("Evaluated", 1) in steps(path) and len(steps(path)) == 5
+
+
+def test_whoever_goes_on_knows_when_the_run_was_left_and_what_was_looked_at(tmp_path: Path) -> None:
+    over = Over(at_s=99.0, step=3, cause="killed")
+    late = msgspec.structs.replace(evaluated(2), at_s=50.0)
+    written(tmp_path, began(), trained(1), evaluated(1), trained(2), trained(3), late, over)
+    path = tmp_path / METRICS_FILE
+    assert left_at(path, 1) == (evaluated(1).at_s, 1)
+    assert left_at(path, 2) == (50.0, 2), "an evaluation that came late counts, the steps that are lost do not"
+    assert left_at(path, 3) == (99.0, 2)
+    with path.open("ab") as file:
+        file.write(b"damaged\n")
+    assert left_at(path, 3) == (0.0, -1)
 
 
 def test_a_warm_start_that_is_done_again_counts_once(tmp_path: Path) -> None:

@@ -24,12 +24,13 @@ class Looks:
         made: Assembled,
         *,
         count: int,
+        looked: int,
         now: Callable[[], float],
         tell: Callable[[AnyLine], None],
     ) -> None:
-        """`count`: how many there were already."""
+        """`count`: how many there were already. `looked`: the version of the last; -1, if there was none."""
         self.count = count
-        self.version = -1
+        self.version = looked
         """The last that was evaluated."""
         self._settings, self._made, self._now, self._tell = settings, made, now, tell
 

@@ -30,13 +30,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from tangram.errors import InvalidConfig, InvalidTrace, ManagerError, TangramError
+from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError, TangramError
 from tangram.rl.printable import plain
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Trained, Warmed
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -187,6 +187,28 @@ def read_metrics(path: Path) -> list[AnyLine]:
             found = _surviving(found, line.step - 1) if _last_step(found) >= line.step else found
         found.append(line)
     return found
+
+
+class Left(NamedTuple):
+    """How the log of a run was left, as far as the weights of a checkpoint go."""
+
+    at_s: float
+    """Of the last line that counts; 0 if there is none."""
+    looked: int
+    """The last version that was evaluated; -1: none was."""
+
+
+def left_at(path: Path, step: int) -> Left:
+    """Of a run that goes on from this step. A log that cannot be read tells nothing: whoever wants it is told so."""
+    try:
+        lines = [line for line in read_metrics(path) if isinstance(line, Trained | Evaluated | Over)]
+    except InvalidInput:
+        lines = []
+    lines = [line for line in lines if line.step <= step]
+    return Left(
+        at_s=max((line.at_s for line in lines), default=0.0),
+        looked=max((line.step for line in lines if isinstance(line, Evaluated)), default=-1),
+    )
 
 
 def _surviving(lines: list[AnyLine], step: int, *, warm: bool = True) -> list[AnyLine]:

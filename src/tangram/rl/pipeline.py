@@ -24,12 +24,13 @@ from tangram.client.client import Client
 from tangram.errors import InvalidConfig
 from tangram.rl.assembly import assembled, require_served
 from tangram.rl.buffer import SampleBuffer
+from tangram.rl.checkpoints import Checkpoint
 from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Sampling, Weights
 from tangram.rl.environments.sharing import Progress
 from tangram.rl.episode import Episode
 from tangram.rl.gateway_records import Event
-from tangram.rl.metrics_log import MetricsLog
+from tangram.rl.metrics_log import MetricsLog, left_at
 from tangram.rl.records import Ticket
 from tangram.rl.recovery import recovered
 from tangram.rl.rollout import Watches, tickets
@@ -120,7 +121,7 @@ async def _begun(
     watch: Watches | None,
     resume: bool,
 ) -> AsyncIterator[Training]:
-    found = run.latest() if resume else None
+    found, looked = _left(run) if resume else (None, -1)
     back = recovered(found, run.samples_after(found.step)) if found is not None else None
     bounds = bounds_of(settings)
     buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
@@ -150,7 +151,7 @@ async def _begun(
         at_s = found.state.at_s if found is not None else 0.0
         training = Training(
             settings, run, log, made, trainers[0], buffer, upcoming(settings, buffer),
-            state=found.state if found is not None else None,
+            state=found.state if found is not None else None, looked=looked,
             dropped=tuple(back.dropped.values()) if back is not None else (), tell=tell, progress=progress,
         )  # fmt: skip
         stack.callback(training.close)
@@ -170,6 +171,16 @@ async def _begun(
         for change in run.changed:
             training.notice("settings", change)
         yield training
+
+
+def _left(run: RunFolder) -> tuple[Checkpoint | None, int]:
+    """What it goes on from, with the clock as the run left it, and the version that it evaluated last."""
+    found = run.latest()
+    if found is None:
+        return None, -1
+    left = left_at(run.metrics, found.step)
+    state = msgspec.structs.replace(found.state, at_s=max(found.state.at_s, left.at_s))
+    return msgspec.structs.replace(found, state=state), left.looked
 
 
 def bounds_of(settings: TrainSettings) -> dict[str, Any]:

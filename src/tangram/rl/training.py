@@ -72,11 +72,12 @@ class Training:
         *,
         state: RunState | None,
         dropped: Collection[str] = (),
+        looked: int = -1,
         tell: Callable[[AnyLine], None],
         progress: Progress | None,
     ) -> None:
         """`state`: of the checkpoint that it goes on from; None: it begins. `dropped`: causes of the groups that were
-        dropped by going on from there."""
+        dropped by going on from there. `looked`: the version that was evaluated last."""
         self.buffer = buffer
         self._settings = settings
         self._schedule = settings.training
@@ -97,8 +98,9 @@ class Training:
         self._updating = asyncio.Lock()
         self._evaluating: asyncio.Task[None] | None = None
         self._looks = Looks(
-            settings, made, count=state.evaluations if state is not None else 0, now=self._now, tell=tell
-        )
+            settings, made, count=state.evaluations if state is not None else 0, looked=looked, now=self._now,
+            tell=tell,
+        )  # fmt: skip
         self._saved = state.step if state is not None else None
         """The step of the newest checkpoint."""
         self._warmed = state.warm if state is not None else None

@@ -203,7 +203,7 @@ class House:
 
 @asynccontextmanager
 async def house(
-    settings: TrainSettings, folder: Path, trainer: FakeTrainer, *, resume: bool = False
+    settings: TrainSettings, folder: Path, trainer: FakeTrainer, *, resume: bool = False, looked: int = -1
 ) -> AsyncIterator[House]:
     lines: list[AnyLine] = []
     engine = FakeEngine(answer, token_s=0.001)
@@ -228,7 +228,7 @@ async def house(
                 )  # fmt: skip
                 training = Training(
                     settings, run, run.go_on(found), made, trainer, buffer, upcoming(settings, buffer),
-                    state=found.state if found is not None else None,
+                    state=found.state if found is not None else None, looked=looked,
                     dropped=tuple(back.dropped.values()) if back is not None else (), tell=lines.append, progress=None,
                 )  # fmt: skip
                 holder.append(training)

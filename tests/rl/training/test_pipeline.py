@@ -174,6 +174,8 @@ def test_a_run_that_goes_on_makes_the_same_steps_to_the_last_bit(tmp_path: Path)
     assert raised.value.field == "seed"
     assert trained(settings_of("sync+", steps=4), parts, resume=True).step == 4
     assert [line.resumed_from.rpartition("/")[2] for line in lines_of(parts, Began)] == ["", "00000002"]
+    ended, went_on = lines_of(parts, Over)[0], lines_of(parts, Began)[1]
+    assert went_on.at_s >= ended.at_s, "time goes on where the run was left"
     assert_sound(parts, steps=4, batch=BATCH, age_max=0)
     for step in (1, 2, 3, 4):
         name = f"{step:08d}"

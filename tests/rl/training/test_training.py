@@ -267,12 +267,15 @@ def test_a_run_that_is_stopped_can_be_gone_on_with(tmp_path: Path) -> None:
 def test_a_run_that_was_over_is_over_again_and_may_have_more_steps(tmp_path: Path) -> None:
     trainer = FakeTrainer()
 
-    async def life(steps: int) -> House:
-        async with house(settings_of(steps=steps), tmp_path, trainer, resume=bool(trainer.starts)) as made:
+    async def life(steps: int, looked: int = -1) -> House:
+        resume = bool(trainer.starts)
+        async with house(settings_of(steps=steps), tmp_path, trainer, resume=resume, looked=looked) as made:
             assert (await made.training.run()).cause == "steps"
             return made
 
     asyncio.run(life(4))
     assert asyncio.run(life(4)).of(Trained) == []
+    assert [line.step for line in asyncio.run(life(4)).of(Evaluated)] == [4]
+    assert asyncio.run(life(4, looked=4)).of(Evaluated) == [], "it has been looked at"
     assert [line.step for line in asyncio.run(life(7)).of(Trained)] == [5, 6, 7]
     assert len(trainer.trained) == len(set(trainer.trained)) == 7 * 3
