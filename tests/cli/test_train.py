@@ -17,6 +17,7 @@ import pytest
 
 from tangram.cli.training_config import load_with
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.rl.checkpoints import NoCheckpoint
 from tangram.rl.metrics_log import MetricsLog
 from tangram.rl.run_folder import open_run
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
@@ -281,6 +282,22 @@ def test_a_run_that_failed_ends_with_1_and_its_cause(cli: Cli, config: Path, pip
     failed = cli("train", config)
     assert failed.code == 1 and "the run failed: the trainer died 4 times in a row" in failed.err
     assert "frozenlake" in failed.out and f"go on with it: tangram train {config} --resume" in failed.err
+
+
+def test_a_damaged_line_of_metrics_costs_the_summary_alone(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    assert cli("train", config).code == 0
+    metrics = Path("build/runs/small/metrics.jsonl")
+    metrics.write_bytes(metrics.read_bytes().replace(b"{", b"damaged", 1))
+    resumed = cli("train", config, "--resume", "--json")
+    assert resumed.code == 0 and "tangram: no summary: build/runs/small/metrics.jsonl:1: expected" in resumed.err
+    assert resumed.json == {"folder": "build/runs/small", "cause": "steps", "exit_code": 0, "report": ""}
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_to_be_gone_on_with(cli: Cli, config: Path, pipeline: Scripted) -> None:
+    pipeline.fail = NoCheckpoint(["checkpoint 00000004 is damaged"])
+    failed = cli("train", config)
+    assert failed.code == 1 and "go on with it" not in failed.err
+    assert "there is no other: begin anew with --fresh, or with other weights by policy.checkpoint" in failed.err
 
 
 def test_an_end_that_was_not_meant_is_a_failure(cli: Cli, config: Path, pipeline: Scripted) -> None:

@@ -151,6 +151,7 @@ def test_ours_and_that_of_transformers_say_the_same_of_one_checkpoint(tmp_path: 
 def test_a_model_of_another_kind_is_read_by_transformers(tmp_path: Path) -> None:
     policy = policy_of(gpt2())
     policy.save(tmp_path / "model")
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1, "for the same readers"
     found = load(tmp_path / "model")
     assert isinstance(found, HuggingFacePolicy)
     assert (found.vocabulary, found.context_max) == (VOCABULARY, 96)

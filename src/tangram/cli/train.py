@@ -251,13 +251,15 @@ class Ended(NamedTuple):
     cause: str
     """`steps`, `seconds`, `interrupted`, or what went wrong."""
     repairable: bool = True
-    """Whether the same command may go on with it: what is wrong with the config it would find wrong again."""
+    """Whether the same command may go on with it: what is wrong with the config or with all checkpoints it would find
+    wrong again."""
 
 
 async def _run(settings: TrainSettings, folder: Path, modules: tuple[str, ...], *, resume: bool, quiet: bool) -> Ended:
     """Until it is over or stopped. Raises InvalidInput for what has to be changed before it can begin, and
     InvariantError."""
     from tangram.cli.train_summary import NORMAL
+    from tangram.rl.checkpoints import NoCheckpoint
     from tangram.rl.pipeline import train
     from tangram.rl.training_progress import TrainingProgress
     from tangram.rl.training_records import REACHED
@@ -287,7 +289,7 @@ async def _run(settings: TrainSettings, folder: Path, modules: tuple[str, ...], 
             except TangramError as error:
                 if isinstance(error, InvalidInput) and not begun:
                     raise
-                return Ended(EXIT_FAILED, str(error), repairable=not isinstance(error, InvalidConfig))
+                return Ended(EXIT_FAILED, str(error), repairable=not isinstance(error, InvalidConfig | NoCheckpoint))
     if stopped.by is not None:
         return Ended(128 + stopped.by, "interrupted")
     return Ended(0 if over.cause in NORMAL else EXIT_FAILED, over.cause)
@@ -332,9 +334,13 @@ def _say(
     from tangram.rl.run_folder import METRICS, TENSORBOARD
 
     path = folder / METRICS
-    lines = read_metrics(path) if path.exists() else []
-    found = {**summary(lines, settings, folder), "exit_code": ended.code}
-    found["cause"] = ended.cause or found["cause"]
+    try:
+        lines = read_metrics(path) if path.exists() else []
+        found = {**summary(lines, settings, folder), "exit_code": ended.code}
+        found["cause"] = ended.cause or found["cause"]
+    except InvalidInput as error:  # the run is as it is, whatever is wrong with what is told of it
+        typer.echo(f"tangram: no summary: {error}", err=True)
+        lines, found = [], {"folder": str(folder), "cause": ended.cause, "exit_code": ended.code}
     tensorboard = folder / TENSORBOARD
     written = _report(folder, report) if lines else None
     found["report"] = str(written) if written is not None else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -86,6 +87,14 @@ class DamagedCheckpoint(ManagerError):
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"checkpoint {path} is damaged: {reason}", retry=False)
+
+
+class NoCheckpoint(ManagerError):
+    """There are checkpoints, and none of them can be used: to resume the run fails each time."""
+
+    def __init__(self, damage: Sequence[str]) -> None:
+        expected = "there is no other: begin anew with --fresh, or with other weights by policy.checkpoint"
+        super().__init__("; ".join((*damage, expected)), retry=False)
 
 
 # ---- writing ----

@@ -34,7 +34,7 @@ import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl import checkpoints
-from tangram.rl.checkpoints import Checkpoint, DamagedCheckpoint, folder_name, read_checkpoint, steps_in
+from tangram.rl.checkpoints import Checkpoint, DamagedCheckpoint, NoCheckpoint, folder_name, read_checkpoint, steps_in
 from tangram.rl.sample_log import Logs, SampleLog, join_after, prune_logs, read_after
 from tangram.rl.settings_change import allowed_changes, changes
 from tangram.rl.training_settings import TrainSettings
@@ -187,7 +187,8 @@ class RunFolder:
 
     def latest(self, before: int | None = None) -> Checkpoint | None:
         """The newest that is whole, or the newest before a step, with a warning of each that had to be passed over.
-        It looks through all its files. Raises ManagerError, if there are checkpoints and none of them is whole."""
+        It looks through all its files. Raises NoCheckpoint, if there are some and none of them is whole, and
+        ManagerError."""
         warnings: list[str] = []
         for step in reversed(steps_in(self.checkpoints)):
             if before is not None and step >= before:
@@ -198,7 +199,7 @@ class RunFolder:
             except DamagedCheckpoint as error:
                 warnings.append(str(error))
         if warnings:
-            raise ManagerError("; ".join((*warnings, "there is no other")), retry=False)
+            raise NoCheckpoint(warnings)
         return None
 
     def samples_after(self, step: int) -> Logs:

@@ -231,6 +231,12 @@ def test_our_own_models_are_read_by_transformers(tmp_path: Path, config: ModelCo
     assert load(tmp_path / "made" / "here").config == config
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    save(Transformer.new(small(VOCABULARY), 3), tmp_path / "made")
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "made").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_a_loaded_model_can_be_trained_even_if_it_was_loaded_in_inference_mode(llama: Path) -> None:
     with torch.inference_mode():
         model = load(llama)

@@ -10,6 +10,7 @@ not know how to compute it refuses by its name, and a file that is damaged or do
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -110,6 +111,14 @@ def save(model: Transformer, folder: Path | str) -> None:
             safetensors.torch.save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
             raise ManagerError(f"{folder} cannot be written: {error}") from error
+        share(unfinished)
+
+
+def share(folder: Path) -> None:
+    """The weights with whoever may read the config beside them: safetensors gives its files to their owner alone.
+    Raises OSError."""
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, file)
 
 
 # ---- the config ----

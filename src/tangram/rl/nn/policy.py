@@ -157,6 +157,7 @@ class HuggingFacePolicy:
                 self.module.save_pretrained(unfinished)
             except safetensors.SafetensorError as error:
                 raise ManagerError(f"{folder} cannot be written: {error}") from error
+            checkpoint.share(unfinished)
 
     def restore(self, folder: Path | str) -> None:
         found = pretrained(folder, self.module.dtype).state_dict()
