@@ -25,6 +25,7 @@ from tangram.rl.run_folder import RunFolder, open_run
 from tangram.rl.sample_log import log_files, needed
 from tangram.rl.training_records import Warmed
 from tangram.rl.training_settings import CheckpointSettings, TrainSettings
+from tangram.service.orchestrator import undisturbed
 
 SETTINGS = TrainSettings(checkpoints=CheckpointSettings(keep=2))
 
@@ -35,7 +36,7 @@ async def saved(folder: RunFolder, state: RunState, weights: bytes = b"weights")
         (path / "optimiser").mkdir()
         (path / "optimiser" / "00.bucket").write_bytes(weights)
         (path / "words.json").write_text("[]")
-        await asyncio.to_thread(write_state, path, state)
+        await undisturbed(asyncio.to_thread(write_state, path, state))
 
 
 def save(folder: RunFolder, state: RunState) -> None:
@@ -119,10 +120,12 @@ def test_room_is_made_on_a_full_disk_alone_and_the_newest_that_is_whole_stays(
         for step in (0, 20, 40):
             save(folder, run_state(step))
         assert not folder.make_room(), "the disk has room"
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
         (folder.checkpoints / "00000040" / STATE).unlink()
         assert folder.make_room() and steps_in(folder.checkpoints) == [20, 40]
         assert not folder.make_room() and steps_in(folder.checkpoints) == [20, 40]
+        asyncio.run(saved(folder, run_state(60), bytes(100_000)))
+        assert not folder.make_room(), "all of them would go in vain"
 
 
 def test_whoever_is_cancelled_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:

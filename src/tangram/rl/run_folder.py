@@ -163,20 +163,24 @@ class RunFolder:
         await undisturbed(asyncio.to_thread(finish))
 
     def make_room(self) -> bool:
-        """Whether the oldest checkpoint was removed, as the disk has no room for another. The newest that is whole
-        stays."""
+        """Whether the oldest checkpoint was removed, as the disk has no room for another, and would have it without all
+        that are older than the newest. The newest that is whole stays."""
         try:
             newest, steps = self.latest(), steps_in(self.checkpoints)
-            if newest is None or steps[0] == newest.step or self._has_room(newest.path):
+            if newest is None:
+                return False
+            older = [step for step in steps if step < newest.step]
+            free, needed = shutil.disk_usage(self.checkpoints).free, self._bytes(newest.step)
+            if not older or free >= ROOM * needed or free + sum(map(self._bytes, older)) < needed:
                 return False
             self._prune(len(steps) - 1)
         except (ManagerError, OSError):
             return False
         return True
 
-    def _has_room(self, like: Path) -> bool:
-        needed = sum(each.stat().st_size for each in like.rglob("*"))
-        return shutil.disk_usage(self.checkpoints).free >= ROOM * needed
+    def _bytes(self, step: int) -> int:
+        """Of a checkpoint."""
+        return sum(each.stat().st_size for each in (self.checkpoints / folder_name(step)).rglob("*"))
 
     def _prune(self, keep: int) -> None:
         oldest = checkpoints.prune(self.checkpoints, keep)

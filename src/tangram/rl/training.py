@@ -46,6 +46,7 @@ from tangram.rl.step_ledger import StepLedger, lost_by
 from tangram.rl.trainer import Trainer, TrainerDied
 from tangram.rl.training_records import AnyLine, Batch, Noticed, Over
 from tangram.rl.training_settings import TrainSettings
+from tangram.service.orchestrator import undisturbed
 
 INTERRUPTED = "interrupted"
 """The cause of an end that waits for nothing but the step that is under way."""
@@ -476,8 +477,9 @@ class Training:
         self._log.rotate(step)
         async with self._run.checkpoint(step) as path:
             await self._trainer.save(path)
-            await asyncio.to_thread(save_codec, self._made.codec, path)
-            await asyncio.to_thread(write_state, path, state)
+            # To their end: of what is cancelled the folder is removed, and nobody may write into it then.
+            await undisturbed(asyncio.to_thread(save_codec, self._made.codec, path))
+            await undisturbed(asyncio.to_thread(write_state, path, state))
 
     async def _restarted(self, error: ManagerError, checkpoint: Path | None) -> Weights:
         """A trainer that lives. Raises ManagerError, if there is no end to its dying."""

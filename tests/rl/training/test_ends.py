@@ -212,7 +212,11 @@ class FullDisk:
     def __init__(self, checkpoints: Path, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.checkpoints, self.room, self.save = checkpoints, room, trainer.save
         monkeypatch.setattr(trainer, "save", self)
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=self.largest_bytes()))
+
+    def largest_bytes(self) -> int:
+        """Of a checkpoint: with as much, and what older ones take, there is room for another."""
+        return max(sum(file.stat().st_size for file in path.iterdir()) for path in self.checkpoints.iterdir())
 
     async def __call__(self, folder: Path) -> None:
         if len([path for path in self.checkpoints.iterdir() if path.name.isdecimal()]) >= self.room:
