@@ -37,13 +37,15 @@ starts its own when they are first used, as many as a child says."""
 class Nursery:
     """It belongs to no event loop: several may ask, one after the other."""
 
-    def __init__(self, *programs: str) -> None:
-        """Modules with `main(fd, parent)`, which are imported when the first child is asked for, or by `warm`. Without
-        any, children are always executed anew."""
-        self._programs = programs
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
+        """What is imported, when the first child is asked for or by `warm`: modules that have `main(fd, parent)`, and
+        others that children need. Without any, children are always executed anew. `env`: what libraries find in the
+        environment when they are imported, besides what is in that of this process."""
+        self._modules = modules
+        self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._forks = bool(programs)
+        self._forks = bool(modules)
         self._has_borne = False
 
     @property
@@ -58,15 +60,15 @@ class Nursery:
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        words = [f"{__package__}.nursery_program", str(theirs.fileno()), str(os.getpid()), *self._programs]
+        words = f"{theirs.fileno()}, {os.getpid()}, {list(self._modules)!r}"
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", *words],
+                    [sys.executable, "-P", "-c", f"from {__package__}.nursery_program import main; main({words})"],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=_with_path(os.environ) | SINGLE,
+                    env=_with_path(os.environ) | dict(self._env) | SINGLE,
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
                 )
@@ -76,22 +78,30 @@ class Nursery:
         self._socket = ours
 
     async def bear(
-        self, program: str, fd: int, *, name: str, env: Mapping[str, str], streams: tuple[int, int, int]
+        self, program: str, keep: Sequence[int], *, name: str, env: Mapping[str, str], streams: tuple[int, int, int]
     ) -> Watched:
-        """A process that runs `main` of a program, with this descriptor. `name`: as `top` shows it. Raises OSError."""
-        if self._forks and (born := await self._fork(program, (*streams, fd), name, env)) is not None:
+        """A process that runs `main(fd, parent)` of a module. `keep`: descriptors that it has besides its streams,
+        under the same numbers; the first is its `fd`. `name`: as `top` shows it. Raises OSError."""
+        request = {
+            "program": program,
+            "keep": keep,
+            "name": name,
+            "env": dict(env),
+            "cwd": os.getcwd(),
+            "path": _path(),
+        }
+        if self._forks and (born := await self._fork(request, (*streams, *keep))) is not None:
             return born
-        argv = [sys.executable, "-P", "-m", program, str(fd), str(os.getpid())]
-        return Child(argv, env=_with_path(env), cwd=os.getcwd(), streams=streams, keep=(fd,))
+        argv = [sys.executable, "-P", "-c", f"from {program} import main; main({keep[0]}, {os.getpid()})"]
+        return Child(argv, env=_with_path(env), cwd=os.getcwd(), streams=streams, keep=keep)
 
-    async def _fork(self, program: str, fds: Sequence[int], name: str, env: Mapping[str, str]) -> Born | None:
+    async def _fork(self, request: Mapping[str, object], fds: Sequence[int]) -> Born | None:
         """None: it cannot be forked."""
         self.warm()
         assert self._socket is not None
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             line.setblocking(False)
-            request = {"program": program, "name": name, "env": dict(env), "cwd": os.getcwd(), "path": _path()}
             # What cannot be sent leaves the line without another end, which is read next.
             with theirs, contextlib.suppress(OSError):
                 socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs.fileno(), *fds])
@@ -148,7 +158,7 @@ class Born(Watched):
 
 def _path() -> list[str]:
     """Where a child finds what this process can import, and what lies where it was started."""
-    return [folder or os.getcwd() for folder in sys.path]
+    return [*(folder or os.getcwd() for folder in sys.path), os.getcwd()]
 
 
 def _with_path(env: Mapping[str, str]) -> dict[str, str]:

@@ -1,11 +1,8 @@
 """The process of a nursery: it has imported what children need, and forks them.
 
-    python -m tangram.managers.nursery_program SOCKET OWNER MODULE...
-
-SOCKET is where children are asked for, OWNER the process without which there is no use for this one, and each MODULE is
-imported once and has `main(fd, parent)`. Owns every child until its owner lets go of its line, a socket of its own: the
-child's number stays its own until then. Decides nothing. Promises that a child has nothing of this process but what was
-imported, that it dies with it, and that it is killed when its line ends.
+Owns every child until its owner lets go of its line, a socket of its own: the child's number stays its own until then.
+Decides nothing. Promises that a child has nothing of this process but what was imported, that it dies with it, and that
+it is killed when its line ends.
 """
 
 from __future__ import annotations
@@ -26,11 +23,8 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 REQUEST_BYTES_MAX = 1 << 18
-FDS = 5
-"""Of a request: the line of the child, its three streams, and the descriptor that its program is given."""
-KEPT = 3
-"""That descriptor, in the child: the first after its streams."""
-LOW_FDS = 16
+FDS_MAX = 253
+"""Of a request, which the kernel takes no more of: the line of the child, its three streams, and what it keeps."""
 DESCRIPTORS_MAX = 1 << 16
 UMASK = 0o022
 NAME = b"tangram-nursery"
@@ -42,6 +36,8 @@ _libc = ctypes.CDLL(None)
 
 
 def main(fd: int, owner: int, modules: list[str]) -> NoReturn:
+    """The socket on which children are asked for, the process without which there is no use for this one, and what is
+    imported once for all."""
     _die_with(owner)
     _libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who ends this one in his own way
@@ -76,7 +72,7 @@ class Nursery:
                     self._on_line(key.fileobj, key.data)
 
     def _on_request(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self._owner, REQUEST_BYTES_MAX, FDS)
+        data, fds, _, _ = socket.recv_fds(self._owner, REQUEST_BYTES_MAX, FDS_MAX)
         if not data:
             os._exit(0)  # and what is left of its children dies with it
         line = socket.socket(fileno=fds[0])
@@ -117,10 +113,7 @@ def become(request: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
         _die_with(parent)
         os.setsid()
         os.umask(UMASK)
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, LOW_FDS) for fd in fds]  # none is in the way of another one
-        for target, fd in enumerate(high):
-            os.dup2(fd, target)
-        os.closerange(KEPT + 1, DESCRIPTORS_MAX)
+        _take_on(fds, [0, 1, 2, *request["keep"]])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _libc.prctl(PR_SET_NAME, request["name"].encode(), 0, 0, 0)
         os.environ.clear()
@@ -128,7 +121,7 @@ def become(request: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
         os.chdir(request["cwd"])
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
-        importlib.import_module(request["program"]).main(KEPT, parent)
+        importlib.import_module(request["program"]).main(request["keep"][0], parent)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -141,5 +134,11 @@ def become(request: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
         os._exit(code)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+def _take_on(fds: list[int], numbers: list[int]) -> None:
+    """These descriptors under these numbers, and no other."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in fds]  # none is in the way of another one
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number)
+    below = sorted(numbers)
+    for last, number in zip(below, (*below[1:], DESCRIPTORS_MAX), strict=True):
+        os.closerange(last + 1, number)

@@ -134,7 +134,7 @@ class ChildLife(asyncio.Protocol):
         try:
             self._process = await nursery.bear(
                 program,
-                fd,
+                [fd],
                 name=program.rpartition(".")[2],
                 env=dict(os.environ) | told(threads * CORE, {}),
                 streams=(null, stream.writer, stream.writer),
