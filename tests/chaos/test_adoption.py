@@ -859,7 +859,7 @@ def test_a_foreign_file_among_the_owners_is_left_alone(service: Service) -> None
 def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Service, tmp_path: Path) -> None:
     older = tmp_path / "older"
     older.mkdir()
-    for name in ("spawner.py", "file_work.py", "halting.py"):
+    for name in ("spawner.py", "file_work.py", "forked.py", "halting.py"):
         text = Path(spawner.__file__).with_name(name).read_text()
         (older / name).write_text(text.replace(f"\nPROTOCOL = {spawner.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
     service.killed(

@@ -391,13 +391,16 @@ def test_an_engine_named_by_its_place_is_imported_only_by_the_processes_of_devic
 def test_the_processes_of_devices_have_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def environment(pid: int) -> list[bytes]:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-
     async def test(rig: Rig) -> None:
-        assert b"OMP_NUM_THREADS=1" in environment(rig.manager.process_ids()[0])
+        assert (await rig.call("threads", payload=b"")).answer == b"1"
 
-    run(Rig([service("a")], devices(1)), test)
+    threads = Service(name="threads", engine="tests.models.test_manager:Threads")
+    run(Rig([threads], devices(1)), test)
+
+
+class Threads(BytesEngine):
+    def call(self, loaded: Any, payloads: list[bytes]) -> list[bytes]:
+        return [os.environ["OMP_NUM_THREADS"].encode() for _ in payloads]
 
 
 def test_large_payloads_and_answers_cross_whole() -> None:

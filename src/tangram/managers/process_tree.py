@@ -18,6 +18,7 @@ import os
 import resource
 import signal
 import subprocess
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -256,7 +257,50 @@ def _add_descendants(
         members |= new
 
 
-class Child:
+class Watched:
+    """A process of which this one knows when it ends. Its number stays its own until `reap`."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError."""
+        self.pid = pid
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = self._loop.create_future()
+        """Done when it has ended."""
+        self._fd = os.pidfd_open(pid)
+        self._loop.add_reader(self._fd, self._on_exit)
+
+    def _on_exit(self) -> None:
+        self._close()
+        self.exited.set_result(None)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def cpu_s(self) -> float:
+        """Used so far by it and by the children that it waited for."""
+        process = look_up(self.pid)
+        return process.cpu_s if process is not None else 0.0
+
+    def signal(self, number: int) -> None:
+        """Before `reap`."""
+        os.kill(self.pid, number)
+
+    @property
+    def has_ended(self) -> bool:
+        """Perhaps before the loop heard of it."""
+        process = look_up(self.pid)
+        return process is None or not process.living
+
+    @abstractmethod
+    def reap(self) -> tuple[int | None, Usage]:
+        """Its exit code, as a shell says it, and what it used, as far as that is known. None: nobody here knows it."""
+
+
+class Child(Watched):
     """A process that this one has started, in a session of its own, watched until it has ended."""
 
     def __init__(
@@ -294,44 +338,13 @@ class Child:
         finally:
             if cpus:
                 os.sched_setaffinity(0, own_cpus)
-        self.pid = self._process.pid
         self._own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        self._loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[None] = self._loop.create_future()
-        """Done when it has ended. Its number stays its own until `reap`."""
         try:
-            self._fd = os.pidfd_open(self.pid)
+            super().__init__(self._process.pid)
         except OSError:
             self._process.kill()
             self._process.wait()
             raise
-        self._loop.add_reader(self._fd, self._on_exit)
-
-    def _on_exit(self) -> None:
-        self._close()
-        self.exited.set_result(None)
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-    @property
-    def cpu_s(self) -> float:
-        """Used so far by it and by the children that it waited for."""
-        process = look_up(self.pid)
-        return process.cpu_s if process is not None else 0.0
-
-    def signal(self, number: int) -> None:
-        """Before `reap`."""
-        os.kill(self.pid, number)
-
-    @property
-    def has_ended(self) -> bool:
-        """Perhaps before the loop heard of it."""
-        process = look_up(self.pid)
-        return process is None or not process.living
 
     def part(self) -> tuple[int | None, Usage]:
         """`reap`, or give it up if it does not end."""
@@ -341,7 +354,7 @@ class Child:
         return None, NO_USAGE
 
     def reap(self) -> tuple[int | None, Usage]:
-        """Its exit code, as a shell says it, and what it used. None: somebody else in this process took the code.
+        """None: somebody else in this process took the code.
 
         A process starts with the peak of the memory of the one that started it, which is this one. A peak that is not
         well above that says nothing and is given as 0.
@@ -351,12 +364,16 @@ class Child:
             _, status, used = os.wait4(self.pid, 0)
         except ChildProcessError:
             return None, NO_USAGE
-        code = os.waitstatus_to_exitcode(status)
         peak = used.ru_maxrss if used.ru_maxrss > PEAK_MARGIN * self._own_peak else 0
         usage = Usage(cpu_s=used.ru_utime + used.ru_stime, memory_peak_bytes=peak << 10)
-        return (code if code >= 0 else SIGNAL_EXIT_BASE - code), usage
+        return as_shells_say(os.waitstatus_to_exitcode(status)), usage
 
     def abandon(self) -> None:
         """Watch it no longer. The object of the standard library is told of some end, so that it looks for none."""
         self._close()
         self._process.returncode = -signal.SIGKILL
+
+
+def as_shells_say(code: int) -> int:
+    """An exit code of which Python says a signal as its negative number."""
+    return code if code >= 0 else SIGNAL_EXIT_BASE - code

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import msgspec
 
 from tangram.client.client import Client, connect
 from tangram.errors import InvalidConfig, ManagerError
+from tangram.managers.nursery import Nursery
 from tangram.rl.affinity import affinity_of
 from tangram.rl.codec import Codec, Words
 from tangram.rl.engines.base import Engine, Weights
@@ -68,17 +69,20 @@ async def assembled(
     on_event: Callable[[Event], None] | None = None,
     progress: Progress | None = None,
     first: Callable[[Codec, Path], Awaitable[Weights]] | None = None,
+    nursery: Nursery | None = None,
     fresh: Callable[[Episode], bool] | None = None,
     began: float | None = None,
     barrier: bool = False,
 ) -> AsyncIterator[Assembled]:
     """`client`: where the tasks act, instead of one that is made here. `progress` is told what takes long before the
     first episode. `first` publishes the first weights in a folder, instead of those of the settings: whoever does so
-    trains them, so that engines which cannot are refused. `fresh`, `began` and `barrier`: as of a Rollout. Raises
-    InvalidConfig and ManagerError."""
+    trains them, so that engines which cannot are refused. `nursery`: of whoever has children of its own, instead of one
+    that is made here. `fresh`, `began` and `barrier`: as of a Rollout. Raises InvalidConfig and ManagerError."""
     tasks, codec = require_playable(settings)
     say = progress if progress is not None else _nothing
     async with AsyncExitStack() as stack:
+        if nursery is None:
+            nursery = stack.enter_context(closing(nursery_of(settings)))
         if client is None and _needs_client(settings, tasks):
             needs = {} if settings.outside.url else needs_of_teachers(settings, codec)
             say(0.0, "the outside is connected")
@@ -89,7 +93,7 @@ async def assembled(
         folder = stack.enter_context(published_folder())
         say(0.6, "the first weights are made" if first is None else "the trainer starts")
         weights = await first(codec, folder) if first is not None else first_weights(settings, codec, folder)
-        engines = engines_of(settings, codec)
+        engines = engines_of(settings, codec, nursery)
         gateway = Gateway(engines, affinity=affinity_of(settings), on_event=on_event)
         stack.push_async_callback(gateway.close)
         say(0.8, f"engines start: {', '.join(engine.name for engine in engines)}")
@@ -238,10 +242,19 @@ async def connection(
     )
 
 
-def engines_of(settings: RolloutSettings, codec: Codec) -> list[Engine]:
+def nursery_of(settings: RolloutSettings) -> Nursery:
+    """For all processes of a run that use PyTorch. It begins to import at once, beside what else is made ready."""
+    from tangram.rl.engines.process import PROGRAM
+
+    nursery = Nursery(*{PROGRAM for engine in settings.engines if engine.kind == "process"})
+    nursery.warm()
+    return nursery
+
+
+def engines_of(settings: RolloutSettings, codec: Codec, nursery: Nursery) -> list[Engine]:
     vocabulary = _vocabulary(settings, codec)
     return [
-        _engine(each, number, settings.sampling.temperature, vocabulary)
+        _engine(each, number, settings.sampling.temperature, vocabulary, nursery)
         for each in settings.engines
         for number in range(each.count)
     ]
@@ -258,11 +271,13 @@ def _vocabulary(settings: RolloutSettings, codec: Codec) -> int | None:
         return None
 
 
-def _engine(settings: EngineSettings, number: int, temperature: float, vocabulary: int | None) -> Engine:
+def _engine(
+    settings: EngineSettings, number: int, temperature: float, vocabulary: int | None, nursery: Nursery
+) -> Engine:
     if settings.kind == "process":
         from tangram.rl.engines.process import ProcessEngine
 
-        return ProcessEngine(settings, number)
+        return ProcessEngine(settings, number, nursery=nursery)
     from tangram.rl.engines.openai import OpenAIEngine
 
     key = ""

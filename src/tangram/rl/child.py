@@ -12,7 +12,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from abc import abstractmethod
 from typing import Any
 
@@ -21,7 +20,8 @@ import msgspec
 from tangram.core.demand import CORE
 from tangram.errors import InvalidInput, ManagerError
 from tangram.managers.capture import Capture
-from tangram.managers.process_tree import SIGNAL_EXIT_BASE, Child
+from tangram.managers.nursery import Nursery
+from tangram.managers.process_tree import SIGNAL_EXIT_BASE, Watched
 from tangram.managers.streams import Stream
 from tangram.managers.width import told
 from tangram.managers.work import STDERR
@@ -35,6 +35,8 @@ BEATS_PER_HANG = 5
 LAST_WORDS_BYTES_MAX = 8192
 """Kept of what the child writes: a reason is at its end."""
 LAST_WORDS_SHOWN = 800
+EXECUTED = Nursery()
+"""Of children for whom there is none: they import for themselves."""
 
 
 class ChildLife(asyncio.Protocol):
@@ -50,7 +52,7 @@ class ChildLife(asyncio.Protocol):
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._disconnected: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
-        self._process: Child | None = None
+        self._process: Watched | None = None
         self._stream: Stream | None = None
         self._said = Capture(LAST_WORDS_BYTES_MAX)
         self._watch: asyncio.TimerHandle | None = None
@@ -98,13 +100,13 @@ class ChildLife(asyncio.Protocol):
     def alive(self) -> bool:
         return self._process is not None and self._ending is None
 
-    async def start(self, program: str, threads: int, hello: msgspec.Struct) -> None:
-        """The module `program` runs, was greeted and is ready. Raises ManagerError, and InvalidInput if that is what it
-        was refused for; and has left nothing."""
+    async def start(self, program: str, threads: int, hello: msgspec.Struct, nursery: Nursery | None) -> None:
+        """The module `program` runs, born by the nursery if there is one, was greeted and is ready. Raises
+        ManagerError, and InvalidInput if that is what it was refused for; and has left nothing."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._spawn(program, theirs.fileno(), threads)
+                await self._spawn(program, theirs.fileno(), threads, nursery or EXECUTED)
             await self._loop.create_connection(lambda: self, sock=ours)
             self.send(hello)
             async with asyncio.timeout(START_S_MAX):
@@ -125,18 +127,17 @@ class ChildLife(asyncio.Protocol):
         self._heard_s = self._loop.time()
         self._look()
 
-    def _spawn(self, program: str, fd: int, threads: int) -> None:
+    async def _spawn(self, program: str, fd: int, threads: int, nursery: Nursery) -> None:
         stream = self._stream = Stream(STDERR)
         stream.begin(self._said, None)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         try:
-            self._process = Child(
-                [sys.executable, "-P", "-m", program, str(fd), str(os.getpid())],
-                env=dict(os.environ) | told(threads * CORE, {}) | {"PYTHONPATH": path},
-                cwd=os.getcwd(),
+            self._process = await nursery.bear(
+                program,
+                [fd],
+                name=program.rpartition(".")[2],
+                env=dict(os.environ) | told(threads * CORE, {}),
                 streams=(null, stream.writer, stream.writer),
-                keep=(fd,),
             )
         finally:
             os.close(null)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgspec
 
 from tangram.client.client import Client
 from tangram.errors import InvalidConfig
-from tangram.rl.assembly import assembled, require_served
+from tangram.rl.assembly import assembled, nursery_of, require_served
 from tangram.rl.buffer import SampleBuffer
 from tangram.rl.checkpoints import Checkpoint
 from tangram.rl.codec import Codec
@@ -126,10 +126,11 @@ async def _begun(
     bounds = bounds_of(settings)
     buffer = SampleBuffer(**bounds) if back is None else SampleBuffer.restore(back.buffer, now=0.0, **bounds)
     async with AsyncExitStack() as stack:
+        nursery = stack.enter_context(closing(nursery_of(settings)))
         trainers: list[ProcessTrainer] = []
 
         async def first(codec: Codec, folder: Path) -> Weights:
-            trainer = ProcessTrainer(settings, codec.size, folder)
+            trainer = ProcessTrainer(settings, codec.size, folder, nursery=nursery)
             stack.push_async_callback(trainer.close)
             trainers.append(trainer)
             return await trainer.start(found.path if found is not None else None)
@@ -144,7 +145,7 @@ async def _begun(
         begun = False
         assembly = assembled(
             settings.as_played(), client=client, watch=watch, on_event=on_event, progress=progress, first=first,
-            fresh=fresh, barrier=settings.training.mode == "sync",
+            nursery=nursery, fresh=fresh, barrier=settings.training.mode == "sync",
         )  # fmt: skip
         made = await stack.enter_async_context(assembly)
         log = run.go_on(found)

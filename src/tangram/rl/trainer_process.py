@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.managers.nursery import Nursery
 from tangram.rl import trainer_messages as messages
 from tangram.rl.assembly import tasks_of
 from tangram.rl.child import BEATS_PER_HANG, ChildLife
@@ -72,12 +73,14 @@ class ProcessTrainer:
         hang_s: float = HANG_S,
         work_s_max: float = WORK_S_MAX,
         learner: str = LEARNER,
+        nursery: Nursery | None = None,
     ) -> None:
         """Weights are published in `folder`, the newest `keep` versions of them. `learner`: `module:name` of the class
         that learns. Raises InvalidConfig for tasks that cannot be found."""
         self._settings, self._codec_size, self._folder, self._keep = settings, codec_size, folder, keep
         self._hang_s, self._work_s_max, self._learner = hang_s, work_s_max, learner
         self._reward_low, self._tokens_longest = _limits_of(settings)
+        self._nursery = nursery
         self._child: _Child | None = None
 
     @property
@@ -105,7 +108,7 @@ class ProcessTrainer:
             tokens_longest=self._tokens_longest,
             beat_s=min(BEAT_S_MAX, self._hang_s / BEATS_PER_HANG),
         )
-        await child.start(PROGRAM, self._settings.training.threads, hello)
+        await child.start(PROGRAM, self._settings.training.threads, hello, self._nursery)
         assert child.first is not None
         return child.first
 

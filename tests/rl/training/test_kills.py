@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 BATCH = 2
 DEADLINE_S = 180.0
 """Far more than a life takes on a machine that others use too."""
-TRAINER, ENGINE = "tangram.rl.nn.trainer_child", "tangram.rl.nn.engine_child"
+TRAINER, ENGINE, NURSERY = "trainer_child", "engine_child", "tangram-nursery"
 CONFIG = """
 [policy]
 layers = 1
@@ -122,13 +122,16 @@ class Run:
             assert self.ended() == 0, self.said.read_text()
 
     def children(self, program: str = "") -> list[int]:
-        found = []
-        for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            try:
-                pids = [int(pid) for pid in listed.read_text().split()]
-                found += [pid for pid in pids if program in Path(f"/proc/{pid}/cmdline").read_text()]
-            except (FileNotFoundError, ProcessLookupError):
-                pass
+        """Of every generation; `program`: as `top` shows it."""
+        found, parents = [], [self.process.pid]
+        while parents:
+            for listed in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+                try:
+                    pids = [int(pid) for pid in listed.read_text().split()]
+                    parents += pids
+                    found += [pid for pid in pids if program in Path(f"/proc/{pid}/comm").read_text()]
+                except (FileNotFoundError, ProcessLookupError):
+                    pass
         return found
 
     def kill(self, *programs: str) -> None:
@@ -181,12 +184,12 @@ class Run:
 
 
 def test_trainers_and_engines_that_are_killed_cost_no_sample(tmp_path: Path) -> None:
-    """In the warm start, in a step, in a save, beside each other, and in the last save."""
+    """In the warm start, in a step, in a save, with where they were born, and in the last save."""
     with nothing_left():
         run = Run(tmp_path, steps=7, warm_until=1.0)
         killed = {
             "imitate": [TRAINER], "step.0": [TRAINER], "save.2": [TRAINER], "step.3": [ENGINE],
-            "step.5": [TRAINER, ENGINE], "save.7": [TRAINER],
+            "step.5": [NURSERY], "save.7": [TRAINER],
         }  # fmt: skip
         run.hold(*killed)
         with run.life():

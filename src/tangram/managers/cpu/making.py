@@ -8,9 +8,9 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+from tangram.managers.cpu.forked import FILTER, INFO, INIT
 from tangram.managers.cpu.images import SANDBOX_UID
 from tangram.managers.cpu.sandbox import Sandbox
-from tangram.managers.cpu.spawner import FILTER, INFO, INIT
 
 INODE_BYTES = 4096
 """Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""

@@ -2,10 +2,10 @@
 
 It is run by its path, without site-packages, and imports only the standard library: a fork of it costs a fraction of a
 fork of the process that owns it. All that its forks need is imported before the first of them: inside a sandbox, the
-sandbox would choose what an import finds. Owns every step between fork and exec. Decides nothing: it does what the
-messages on its socket say, one reply each, and tells when a program has ended. Promises that whatever it started dies
-with it, that it dies with its owner (an end of the socket kills every sandbox), and that nothing which a sandbox does
-or says brings it down.
+sandbox would choose what an import finds. Owns the processes of all sandboxes; what its forks do on their way is in
+`forked`. Decides nothing: it does what the messages on its socket say, one reply each, and tells when a program has
+ended. Promises that whatever it started dies with it, that it dies with its owner (an end of the socket kills every
+sandbox), and that nothing which a sandbox does or says brings it down.
 
 The spawner of an owner with a name outlives it, if that owner says so. Without an owner it kills what actions run in,
 lets the rest stand still, and waits on a socket in the directory of the owner for the next one. Without a sandbox it
@@ -39,7 +39,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 PROTOCOL = 2
 """Of the messages between owner and spawner. Another number whenever an owner of before could be misunderstood."""
@@ -48,8 +48,6 @@ MESSAGE_BYTES_MAX = 1 << 18
 """Of one request. The owner refuses longer ones."""
 ANSWER_BYTES_MAX = 1 << 17
 """Of what a runner answers, such as a listing."""
-REASON_CHARACTERS = 2000
-"""Of a path or a word of the caller in an answer."""
 SPARES_MAX = 64
 """Runners that wait for an order. Each costs about half a megabyte; those of the sandboxes used last are kept."""
 LOOK_S = 0.0003
@@ -61,59 +59,30 @@ NUDGE_S = 0.2
 EXECUTE_S_MAX = 120.0
 """Until a runner has become its program. Then it is killed: somebody in its sandbox stops it again and again."""
 
-CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 24, 38, 22
-SECCOMP_MODE_FILTER = 2
 SO_SNDBUFFORCE = 32
-
-KEPT_BY_ROOT = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31)
-"""Capabilities of user 0 in a user namespace, as containers usually have: chown, dac_override, fowner, fsetid, kill,
-setgid, setuid, setpcap, net_bind_service, sys_chroot, mknod, audit_write, setfcap."""
-CAPABILITIES = 64
-"""More than any kernel has."""
-
-ORDER = 3
-"""The descriptor of a runner on which its order comes and its failure goes; exec closes it."""
-INFO, INIT, FILTER = 4, 5, 6
-"""Descriptors of bubblewrap: where it says who the first process is, the program that this becomes, and the filter of
-system calls that it gets."""
-LOW_FDS = 16
-"""The spawner's own descriptors stay above those that children are given."""
-
-FIRST_TO_GO = b"500"
-"""When the memory of a sandbox is used up, a program of it is killed rather than the sandbox."""
 
 DRAINED_MAX = 64
 """Streams of one sandbox that are read though nobody wants them. The oldest are closed."""
 DRAIN_BYTES = 1 << 16
 SOCKET = "socket"
 """Where the next owner finds the spawner, in the directory that it was given."""
-DESCRIPTORS_MAX = 1 << 16
-"""Of the spawner: some ten for each sandbox. Children close all below this."""
-FILES_MIN = 128
-"""Descriptors that a runner needs, however few its program may have."""
-
-RLIMITS = {"nofile": resource.RLIMIT_NOFILE, "core": resource.RLIMIT_CORE, "nice": resource.RLIMIT_NICE}
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_prctl = _libc.prctl
-_prctl.argtypes = [ctypes.c_int, *([ctypes.c_ulong] * 4)]  # converts arguments in a tenth of the time
-
 Message = dict[str, Any]
 
 
-class StepFailed(Exception):
-    """A step between fork and exec."""
+def _beside(name: str) -> ModuleType:
+    """A module that stands beside this file. It is not looked for anywhere else."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    def __init__(self, step: str, code: int) -> None:
-        super().__init__(f"{step}: {os.strerror(code)}")
 
-
-def _call(step: str, result: int) -> None:
-    if result != 0:
-        raise StepFailed(step, ctypes.get_errno())
+if TYPE_CHECKING:
+    from tangram.managers.cpu import forked, halting
+else:  # it is run by its path, so there is no package around it
+    forked, halting = _beside("forked"), _beside("halting")
 
 
 class Runner:
@@ -193,8 +162,7 @@ def _namespace(pid: int, kind: str) -> str:
 
 
 class Spawner:
-    def __init__(self, halting: ModuleType, listener: socket.socket | None = None) -> None:
-        self._halting = halting
+    def __init__(self, listener: socket.socket | None = None) -> None:
         self._listener = listener
         """Where the next owner comes to. None: there is none after the first."""
         self._outlives = False
@@ -232,7 +200,7 @@ class Spawner:
                 idle = NUDGE_S if self._ordered else None
                 timeout = 0.0 if self._wanted else LOOK_S if self._becoming else idle
                 if self._leaving is not None:
-                    timeout = self._halting.END_PAUSE_S
+                    timeout = halting.END_PAUSE_S
                 ready = self._selector.select(timeout)
                 for key, _ in ready:
                     key.data(key.fileobj)
@@ -249,7 +217,7 @@ class Spawner:
         finally:
             for box in self._boxes.values():
                 box.kill()
-            self._halting.end_all(self._groups)
+            halting.end_all(self._groups)
 
     # ---- owners ----
 
@@ -281,7 +249,7 @@ class Spawner:
         os.close(self._owner_died)
         self._owner, self._leaving = None, self._owner
         self._wanted.clear()
-        self._halt_by_s = time.monotonic() + self._halting.END_S_MAX
+        self._halt_by_s = time.monotonic() + halting.END_S_MAX
         for box in self._boxes.values():
             for name, held in box.sessions.items():  # their shells are killed, if they have not ended
                 self._read_away(box, held)
@@ -307,14 +275,14 @@ class Spawner:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             if runner is not None and runner.box is not None:
-                self._halting.let_die(pid, self._groups, runner.box.name)
-        busy = self._halting.halt(self._groups, {name for name, box in self._boxes.items() if not box.closing})
+                halting.let_die(pid, self._groups, runner.box.name)
+        busy = halting.halt(self._groups, {name for name, box in self._boxes.items() if not box.closing})
         late_s = time.monotonic() - self._halt_by_s
         if late_s > 0.0:
             working = {runner.box.name for runner in self._at_work.values() if runner is not None and runner.box}
             for name in (busy | working) & set(self._boxes):
                 self._boxes[name].kill()
-        return not (busy or self._at_work) or late_s > self._halting.END_S_MAX
+        return not (busy or self._at_work) or late_s > halting.END_S_MAX
 
     def _on_next_owner(self, _: object) -> None:
         """It is told first which sandboxes there are, so that it can tell whether they are what it knows of."""
@@ -348,7 +316,7 @@ class Spawner:
                 self._order(request, order, fds)
             else:
                 _REQUESTS[request["do"]](self, request, fds)
-        except (OSError, StepFailed) as error:
+        except (OSError, forked.StepFailed) as error:
             self._send({"exit" if order else "id": request["id"], "error": str(error)})
         finally:
             for fd in fds:
@@ -413,7 +381,8 @@ class Spawner:
         spawner = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_holder(request, status, info, spawner)
+            assert self._filter is not None, "the filter comes before the first sandbox"
+            forked.become_holder(request, self._filter.raw, status, info, spawner)
         os.close(status)
         os.close(info)
         self._at_work[pid] = None
@@ -455,39 +424,6 @@ class Spawner:
         # Its words first, its end afterwards: nothing else holds that pipe once it is gone.
         self._collect(status_read, lambda text: self._watch(pid, ended), into=said)
 
-    def _become_holder(self, request: Message, status: int, info: int, spawner: int) -> None:
-        """Never returns."""
-        try:
-            _reset_signals()
-            os.dup2(status, 2)
-            _die_with(spawner)
-            _join(os.getpid(), request["groups"])
-            _call("unshare", _libc.unshare(CLONE_NEWNS))
-            _call("private mounts", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-            for step, *arguments in request["prepare"]:
-                _PREPARE[step](*arguments)
-            init = fcntl.fcntl(os.open(request["init"], os.O_RDONLY), fcntl.F_DUPFD, LOW_FDS)
-            info = fcntl.fcntl(info, fcntl.F_DUPFD, LOW_FDS)
-            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-            os.dup2(0, 1)
-            os.dup2(info, INFO)
-            os.dup2(init, INIT)
-            os.dup2(self._filter_file(), FILTER)
-            os.close(ORDER)
-            os.closerange(FILTER + 1, DESCRIPTORS_MAX)
-            os.execve(request["argv"][0], request["argv"], request["env"])
-        except BaseException as error:
-            os.write(2, str(error).encode(errors="replace"))
-        finally:
-            os._exit(127)
-
-    def _filter_file(self) -> int:
-        assert self._filter is not None, "the filter comes before the first sandbox"
-        file = os.memfd_create("filter")
-        os.write(file, self._filter.raw)
-        os.lseek(file, 0, os.SEEK_SET)
-        return file
-
     def _look(self) -> None:
         """bubblewrap tells the process id before the sandbox is made; what the process executes tells when it is."""
         for init, then in list(self._becoming.items()):
@@ -514,18 +450,7 @@ class Spawner:
         spawner = os.getpid()
         pid = os.fork()
         if pid == 0:
-            try:
-                _reset_signals()
-                os.dup2(status, 2)
-                _die_with(spawner)
-                _call("joining the mounts", _libc.setns(box.holder_fd, CLONE_NEWNS))
-                os.closerange(3, DESCRIPTORS_MAX)
-                words = ["cp", "--archive", "--reflink=auto", "--", f"{request['source']}/.", request["target"]]
-                os.execvp("cp", words)
-            except BaseException as error:
-                os.write(2, str(error).encode(errors="replace"))
-            finally:
-                os._exit(127)
+            forked.become_copy(box.holder_fd, request["source"], request["target"], status, spawner)
         os.close(status)
         self._at_work[pid] = None
         said = bytearray()
@@ -663,7 +588,7 @@ class Spawner:
             return
         try:
             box.spare = self._fork_runner(box)
-        except (OSError, StepFailed):
+        except (OSError, forked.StepFailed):
             return  # whoever needs one tries again, and hears why it fails
         self._spares[name] = None
         if len(self._spares) > SPARES_MAX:
@@ -686,12 +611,12 @@ class Spawner:
         mine.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 2 * MESSAGE_BYTES_MAX)
         pid = -1
         try:
-            _call("joining the processes", _libc.setns(box.init_fd, CLONE_NEWPID))
+            forked.call("joining the processes", forked.libc.setns(box.init_fd, forked.CLONE_NEWPID))
             try:
                 pid = os.fork()
             finally:
                 if pid != 0:
-                    _libc.setns(self._own_pids, CLONE_NEWPID)
+                    forked.libc.setns(self._own_pids, forked.CLONE_NEWPID)
         except BaseException:
             mine.close()
             raise
@@ -700,7 +625,7 @@ class Spawner:
                 its.close()
         if pid == 0:
             assert self._program is not None
-            _run(its.detach(), box, self._program)
+            forked.become_runner(its.detach(), box, self._program, ORDERS, MESSAGE_BYTES_MAX, FDS_MAX)
         runner = Runner(pid, mine)
         self._watch(pid, lambda code: self._runner_ended(box, runner, code))
         return runner
@@ -723,15 +648,6 @@ def _last_words(channel: socket.socket) -> bytes:
         return b""
 
 
-def _join(pid: int, groups: list[str]) -> None:
-    for path in groups:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, str(pid).encode())
-        finally:
-            os.close(fd)
-
-
 def _answer(text: bytes) -> Message:
     """What a runner said. It stood inside a sandbox: only what an answer may hold is taken from it."""
     if not text:
@@ -746,111 +662,8 @@ def _answer(text: bytes) -> Message:
         return {"error": "its answer makes no sense"}
 
 
-def _die_with(parent: int) -> None:
-    """From now on this process dies when its parent does, and at once if that has happened."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(127)
-
-
-def _reset_signals() -> None:
-    """A program inherits what is ignored."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_DFL)
-
-
-# ---- steps of making a sandbox ------------------------------------------------------------------------------------
-
-
-def _make_directory(path: str, user: int, mode: int) -> None:
-    os.makedirs(path, exist_ok=True)
-    os.chmod(path, mode)
-    os.chown(path, user, user)
-
-
-def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
-    _call(f"mount of {kind} on {target}", result)
-
-
-_PREPARE: dict[str, Callable[..., None]] = {"mkdir": _make_directory, "mount": _mount}
-
-
-# ---- the runner ---------------------------------------------------------------------------------------------------
-
-
-def _run(channel: int, box: Box, program: ctypes.Array[ctypes.c_char]) -> None:
-    """Never returns. What goes wrong is said on the channel."""
-    try:
-        _reset_signals()
-        os.dup2(channel, ORDER, inheritable=False)
-        _enter(box)
-        _call("system call filter", _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program), 0, 0))
-        orders = socket.socket(fileno=ORDER)
-        data, fds, _, _ = socket.recv_fds(orders, MESSAGE_BYTES_MAX, FDS_MAX)
-        if data:
-            request = json.loads(data)
-            answer = _ORDERS[request["do"]](request, fds, box)
-            orders.send(json.dumps(answer).encode())
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.write(ORDER, json.dumps({"error": (str(error) or repr(error))[:REASON_CHARACTERS]}).encode())
-    finally:
-        os._exit(127)
-
-
-def _enter(box: Box) -> None:
-    """Into the sandbox, as an unprivileged user, with nothing open but the channel."""
-    os.setsid()
-    file = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    os.write(file, FIRST_TO_GO)
-    kinds = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
-    if box.has_user_namespace:
-        kinds |= CLONE_NEWUSER
-    _call("joining the namespaces", _libc.setns(box.init_fd, kinds))
-    null = os.open("/dev/null", os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-    os.closerange(ORDER + 1, DESCRIPTORS_MAX)
-    for name, value in box.rlimits.items():
-        least = max(value, FILES_MIN) if name == "nofile" else value
-        resource.setrlimit(RLIMITS[name], (least, least))
-    for capability in range(CAPABILITIES):
-        if not (box.has_user_namespace and capability in KEPT_BY_ROOT) and (
-            _prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0
-        ):
-            break
-    if not box.has_user_namespace:
-        os.setgroups([])
-    os.setresgid(box.uid, box.uid, box.uid)
-    os.setresuid(box.uid, box.uid, box.uid)
-    _prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _call("no new privileges", _prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    os.umask(0o022)
-
-
-def _execute(request: Message, fds: list[int], box: Box) -> Message:
-    """Returns only what kept the program from being executed; that is the caller's doing, not a failure of ours."""
-    above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
-    os.closerange(ORDER + 1, 64)
-    for target, fd in zip(request["targets"], above, strict=True):
-        os.dup2(fd, target)
-    if request["affinity"]:
-        os.sched_setaffinity(0, request["affinity"])
-    try:
-        os.chdir(request["cwd"])
-    except OSError as error:
-        return {"errno": error.errno, "error": f"cwd {request['cwd'][:REASON_CHARACTERS]}: {error.strerror}"}
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (box.rlimits["nofile"], box.rlimits["nofile"]))
-        os.execvpe(request["argv"][0], request["argv"], request["env"])
-    except OSError as error:
-        return {"errno": error.errno, "error": f"{request['argv'][0][:REASON_CHARACTERS]}: {error.strerror}"}
-
-
-_ORDERS: dict[str, Callable[[Message, list[int], Box], Message]] = {"exec": _execute}
-"""Of a runner; `main` adds that of `file_work`."""
+ORDERS: forked.Orders = {"exec": forked.execute, "file": _beside("file_work").carry_out}
+"""Of a runner."""
 
 _REQUESTS: dict[str, Callable[[Spawner, Message, list[int]], None]] = {
     "begin": Spawner._begin,
@@ -870,22 +683,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, DESCRIPTORS_MAX), most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, forked.DESCRIPTORS_MAX), most))
     owner, *lock = [_moved_up(int(word)) for word in sys.argv[1:3]]
-    for low in range(3, LOW_FDS):  # taken, so that no descriptor of ours is in the way of those of children
+    for low in range(3, forked.LOW_FDS):  # taken, so that no descriptor of ours is in the way of those of children
         with contextlib.suppress(OSError):
             os.fstat(low)
             continue
         os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     listener = _outlive(lock[0], sys.argv[3]) if lock else None
-    _ORDERS["file"] = _beside("file_work").carry_out
-    halting = _beside("halting")
     gc.freeze()  # a collection would write to every page that forks share
-    Spawner(halting, listener).serve(socket.socket(fileno=owner))
+    Spawner(listener).serve(socket.socket(fileno=owner))
 
 
 def _moved_up(fd: int) -> int:
-    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, LOW_FDS)
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, forked.LOW_FDS)
     os.close(fd)
     return moved
 
@@ -904,16 +715,6 @@ def _outlive(lock: int, directory: str) -> socket.socket:
     listener.listen()
     os.chdir("/")
     return listener
-
-
-def _beside(name: str) -> ModuleType:
-    """A module that stands beside this file. It is not looked for anywhere else."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

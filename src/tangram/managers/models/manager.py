@@ -29,12 +29,13 @@ from tangram.managers.models import hostcopy
 from tangram.managers.models.circuit import PAUSE_S, Circuit
 from tangram.managers.models.devices import Counts, Cuda, DeviceSpec, Emulated
 from tangram.managers.models.preparing import prepare
-from tangram.managers.models.process import DeviceProcess, ProcessLost, ServiceFailed
+from tangram.managers.models.process import PROGRAM, DeviceProcess, ProcessLost, ServiceFailed, environment
 from tangram.managers.models.room import Place, Room
 from tangram.managers.models.service import Service, all_of
 from tangram.managers.models.turns import Turn
 from tangram.managers.models.wire import Hello, Known, Load, Unload
 from tangram.managers.models.work import Infer
+from tangram.managers.nursery import Nursery
 from tangram.managers.process_tree import Census
 from tangram.managers.work import Work
 
@@ -95,6 +96,8 @@ class ModelManager:
         """Services whose last load failed."""
         self._room = Room(self._memory)
         self._census = Census()
+        modules = dict.fromkeys(module for service in services for module in service.modules)
+        self._nursery = Nursery(PROGRAM, *modules, env=environment())
         self._processes: dict[int, DeviceProcess] = {}
         self._locks = [asyncio.Lock() for _ in devices]
         self._turns: dict[tuple[str, Place], Turn] = {}
@@ -174,6 +177,7 @@ class ModelManager:
         await asyncio.gather(*(process.end(why) for process in self._processes.values()), return_exceptions=True)
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._nursery.close()
         if self._counts is not None:
             self._counts.close()
             self._counts = None
@@ -183,7 +187,7 @@ class ModelManager:
 
     async def _prepare_all(self) -> None:
         copies = {name: self._descriptor(hostcopy.create(name)) for name in self._services}
-        for prepared in await prepare(list(self._services.values()), copies, self._census):
+        for prepared in await prepare(list(self._services.values()), copies, self._census, self._nursery):
             service = self._services[prepared.known.service]
             self._known.append(prepared.known)
             self._batch_max[service.name] = prepared.batch_max
@@ -296,7 +300,7 @@ class ModelManager:
             self._forget(process)
         self._require_open()
         process = self._processes[index] = DeviceProcess(
-            f"the process of device {index}", self._census, lambda ended: self._forget(ended)
+            f"the process of device {index}", self._census, lambda ended: self._forget(ended), self._nursery
         )
         descriptors = list(self._descriptors)
         hello = Hello(

@@ -19,6 +19,7 @@ from tangram.managers.models import hostcopy
 from tangram.managers.models.process import START_S_MAX, DeviceProcess, ServiceFailed, search_path
 from tangram.managers.models.service import Service
 from tangram.managers.models.wire import Known, Prepare
+from tangram.managers.nursery import Nursery
 from tangram.managers.process_tree import Census
 
 log = logging.getLogger("tangram")
@@ -34,10 +35,12 @@ class Prepared(NamedTuple):
     batch_max: int
 
 
-async def prepare(services: Sequence[Service], copies: Mapping[str, int], census: Census) -> list[Prepared]:
+async def prepare(
+    services: Sequence[Service], copies: Mapping[str, int], census: Census, nursery: Nursery
+) -> list[Prepared]:
     """`copies`: the descriptor of an empty host copy for each service, by name; they are sealed. Raises
     ManagerError, or InvalidConfig."""
-    process = DeviceProcess("the process that prepares services", census, lambda _: None)
+    process = DeviceProcess("the process that prepares services", census, lambda _: None, nursery)
     await process.start(None, list(copies.values()))
     try:
         found = [await _prepare(process, service, copies[service.name]) for service in services]

@@ -29,11 +29,13 @@ from tangram.managers.models.wire import (
     framed,
     replies,
 )
-from tangram.managers.process_tree import ACTION_MARK, SIGNAL_EXIT_BASE, Census, Child, Kin
+from tangram.managers.nursery import Nursery
+from tangram.managers.process_tree import ACTION_MARK, SIGNAL_EXIT_BASE, Census, Kin, Watched
 from tangram.managers.streams import Stream
 from tangram.managers.width import told
 from tangram.managers.work import STDERR
 
+PROGRAM = f"{__package__}.server"
 LAST_WORDS_BYTES_MAX = 8192
 """Kept of what engines write: a reason is at its end."""
 LAST_WORDS_SHOWN = 800
@@ -44,6 +46,11 @@ START_S_MAX = 300.0
 def search_path() -> str:
     """What a program says first to import what this process can, and what lies where it was started."""
     return f"import sys; sys.path[:] = {[*sys.path, os.getcwd()]!r}"
+
+
+def environment() -> dict[str, str]:
+    """One thread: devices are many and cores are few. Who wants more says so in the environment."""
+    return told(CORE, dict(os.environ))
 
 
 class ProcessLost(ManagerError):
@@ -68,9 +75,10 @@ class ServiceFailed(ManagerError):
 class DeviceProcess(asyncio.Protocol):
     """One process. `on_end` is told once, when it has ended without being asked to."""
 
-    def __init__(self, name: str, census: Census, on_end: Callable[[DeviceProcess], None]) -> None:
+    def __init__(self, name: str, census: Census, on_end: Callable[[DeviceProcess], None], nursery: Nursery) -> None:
         self.name = name
         self._on_end = on_end
+        self._nursery = nursery
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AnyReply]] = {}
         self._begun: set[int] = set()
@@ -79,7 +87,7 @@ class DeviceProcess(asyncio.Protocol):
         self._mark = f"model-{os.getpid()}-{secrets.token_hex(8)}."
         self._kin = Kin(census, ACTION_MARK, self._mark)
         self._said = Capture(LAST_WORDS_BYTES_MAX)
-        self._child: Child | None = None
+        self._child: Watched | None = None
         self._stream: Stream | None = None
         self._why = ""
         self._ending: asyncio.Task[None] | None = None
@@ -105,7 +113,7 @@ class DeviceProcess(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._spawn(theirs.fileno(), descriptors)
+                await self._spawn([theirs.fileno(), *descriptors])
             await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
         except BaseException as error:
             ours.close()
@@ -129,19 +137,17 @@ class DeviceProcess(asyncio.Protocol):
                 raise NotReady(f"{self.name} did not get ready: {error}") from error
             raise
 
-    def _spawn(self, fd: int, descriptors: Sequence[int]) -> None:
-        program = f"{search_path()}; from {__package__}.server import main; main({fd})"
+    async def _spawn(self, descriptors: Sequence[int]) -> None:
         stream = self._stream = Stream(STDERR)
         stream.begin(self._said, None)
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # One thread: devices are many and cores are few. Who wants more says so in the environment.
-            self._child = Child(
-                [sys.executable, "-c", program],
-                env=told(CORE, dict(os.environ)) | {ACTION_MARK: self._mark},
-                cwd=os.getcwd(),
+            self._child = await self._nursery.bear(
+                PROGRAM,
+                descriptors,
+                name="model_device",
+                env=environment() | {ACTION_MARK: self._mark},
                 streams=(null, stream.writer, stream.writer),
-                keep=(fd, *descriptors),
             )
         finally:
             os.close(null)

@@ -278,8 +278,10 @@ def _failed(request: AnyRequest, error: BaseException) -> Failed:
     return Failed(id=request.id, reason=in_words(error, REASON_CHARACTERS_MAX))
 
 
-def main(fd: int) -> NoReturn:
+def main(fd: int, parent: int) -> NoReturn:
     # A manager that is killed takes it along even while an engine does not let the other thread run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     Server(socket.socket(fileno=fd)).run()

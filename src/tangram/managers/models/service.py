@@ -83,6 +83,13 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
                 f"service {self.name} engine", self.engine, f"an engine that can be pickled ({error}), or 'module:name'"
             ) from error
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """That its engine is made of: who imports them can make it at once."""
+        if isinstance(self.engine, str):
+            return (self.engine.partition(":")[0],)
+        return (type(self.engine).__module__, *getattr(self.engine, "imports", ()))
+
     def require_memory(self, *, elsewhere: bool) -> None:
         """Raises InvalidConfig if nobody knows what the service takes."""
         if elsewhere and not self.memory_bytes:

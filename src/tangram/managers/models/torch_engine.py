@@ -70,6 +70,9 @@ class TorchEngine(Engine):
     service.
     """
 
+    imports: tuple[str, ...] = ("torch",)
+    """What takes long to import: it is done once for all processes of devices."""
+
     def __init__(
         self,
         factory: Factory,

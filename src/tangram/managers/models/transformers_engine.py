@@ -32,6 +32,7 @@ BATCH_MAX = 16
 class TransformersEngine(TorchEngine):
     """What the three have in common."""
 
+    imports = ("torch", "transformers")
     auto: str
     """The class of `transformers` that makes the module."""
     fields: tuple[str, ...] = ("text", "token_ids")

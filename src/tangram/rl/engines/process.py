@@ -14,6 +14,7 @@ import itertools
 import msgspec
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
+from tangram.managers.nursery import Nursery
 from tangram.rl.child import BEATS_PER_HANG, ChildLife
 from tangram.rl.engines import messages
 from tangram.rl.engines.base import EngineDied, EngineStatistics, Generation, Request, Weights
@@ -86,6 +87,7 @@ class ProcessEngine:
         dtype: str = "float32",
         hang_s: float = 30.0,
         record_steps: bool = False,
+        nursery: Nursery | None = None,
     ) -> None:
         if settings.kind != "process":
             raise InvalidConfig("kind", settings.kind, "process: others are not ours to start")
@@ -96,6 +98,7 @@ class ProcessEngine:
         self.steps: list[StepRecord] = []
         """With `record_steps`: all of them, by the clock of the child."""
         self._settings, self._dtype, self._hang_s, self._record_steps = settings, dtype, hang_s, record_steps
+        self._nursery = nursery
         self._child: _Child | None = None
 
     @property
@@ -122,7 +125,7 @@ class ProcessEngine:
             beat_s=min(BEAT_S_MAX, self._hang_s / BEATS_PER_HANG),
             record_steps=self._record_steps,
         )
-        await child.start(PROGRAM, self._settings.threads, hello)
+        await child.start(PROGRAM, self._settings.threads, hello, self._nursery)
 
     async def generate(self, request: Request) -> Generation:
         return await self._running().generate(request)

@@ -5,8 +5,6 @@ while there is work, then makes one step, then says what came of it. Commands th
 noted and nothing else: new weights are read by a thread beside the loop, and switched to between two steps. What is
 being written is told every few steps as well, so that little is lost if this process is killed. It ends with its owner:
 when the socket closes, or by signal if it cannot look there.
-
-    python -m tangram.rl.nn.engine_child SOCKET OWNER     the descriptor, and the process id of whoever started it
 """
 
 from __future__ import annotations
@@ -214,7 +212,3 @@ def main(fd: int, owner: int) -> NoReturn:
     gc.freeze()  # what is there now stays: looking for garbage among it would take longer than a step
     other.tell(Ready())
     engine.run()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

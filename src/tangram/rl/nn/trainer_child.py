@@ -4,8 +4,6 @@ Owns the policy that is trained, its learner, and the folder in which weights ar
 there. Never decides what is trained on, nor which checkpoint counts. Promises that a command which fails has changed
 nothing that others can see: weights are published whole or not at all, and of a checkpoint that cannot be written
 nothing stays. Whatever it does not expect ends it. It ends with its owner.
-
-    python -m tangram.rl.nn.trainer_child SOCKET OWNER     the descriptor, and the process id of whoever started it
 """
 
 from __future__ import annotations
@@ -211,7 +209,3 @@ def main(fd: int, owner: int) -> NoReturn:
             pulse.ask = None
             other.tell(answer)
         commands = other.first()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,34 @@
+"""What is born in tests of the nursery. Importing it takes a mark, so that it can be told who imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+
+IMPORTED_BY = os.getpid()
+
+
+def main(fd: int, parent: int) -> None:
+    """Does what it is told, word by word."""
+    line = socket.socket(fileno=fd)
+    while word := line.recv(1000).decode():
+        if word == "who":
+            said = {
+                "pid": os.getpid(), "session": os.getsid(0), "parent": [os.getppid(), parent], "by": IMPORTED_BY,
+                "cwd": os.getcwd(), "env": dict(os.environ), "path": sys.path,
+                "fds": sorted(os.listdir("/proc/self/fd")),
+            }  # fmt: skip
+            line.send(json.dumps(said).encode())
+        elif word == "speak":
+            print("on stdout", flush=True)
+            print("on stderr", file=sys.stderr)
+            line.send(b"{}")
+        elif word == "raise":
+            raise ValueError("it went wrong")
+        elif word == "exit":
+            sys.exit(7)
+        elif word == "die":
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,228 @@
+"""Children that are forked by a process which has imported what they need."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rl.processes import DEADLINE_S, gone, leaving_nothing, until
+
+from tangram.managers.nursery import Born, Nursery
+from tangram.managers.process_tree import Child, Watched
+
+PROGRAM = "tests.managers.nursery_children"
+THREADS = "tests.managers.nursery_threads"
+
+
+class Told:
+    """A child, and the line on which it is told what to do."""
+
+    def __init__(self) -> None:
+        self.line, self.its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line.settimeout(DEADLINE_S)
+        self.number = self.its.fileno()
+        self.out, self.writer = os.pipe()
+        self.process: Watched | None = None
+
+    async def born(self, nursery: Nursery, program: str = PROGRAM, **env: str) -> Watched:
+        null = os.open(os.devnull, os.O_RDONLY)
+        try:
+            self.process = await nursery.bear(
+                program, [self.its.fileno()], name="a child", env={"PATH": os.environ["PATH"]} | env,
+                streams=(null, self.writer, self.writer),
+            )  # fmt: skip
+        finally:
+            os.close(null)
+            os.close(self.writer)
+            self.its.close()
+        return self.process
+
+    def ask(self, word: str) -> dict[str, Any]:
+        self.line.send(word.encode())
+        return json.loads(self.line.recv(1 << 20))
+
+    def said(self) -> str:
+        """To its end."""
+        with os.fdopen(self.out) as file:
+            self.out = -1
+            return file.read()
+
+    async def ended(self) -> int | None:
+        assert self.process is not None
+        async with asyncio.timeout(DEADLINE_S):
+            await self.process.exited
+        return self.process.reap()[0]
+
+    def close(self) -> None:
+        self.line.close()
+        if self.out >= 0:
+            os.close(self.out)
+
+
+def shown(pid: int) -> str:
+    """As `top` shows it. Nothing: there is no such process."""
+    path = Path(f"/proc/{pid}/comm")
+    return path.read_text() if path.exists() else ""
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def play(test: Callable[[Nursery, Callable[[], Told]], Awaitable[None]], *programs: str) -> None:
+    """Nothing is left behind. The test is given a nursery, and what makes children-to-be."""
+    nursery, made = Nursery(*(programs or (PROGRAM,))), list[Told]()
+
+    def told() -> Told:
+        made.append(Told())
+        return made[-1]
+
+    async def close() -> None:
+        nursery.close()
+        for each in made:
+            each.close()
+
+    leaving_nothing(lambda: test(nursery, told), close)
+
+
+def test_children_share_what_was_imported_and_have_all_else_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path / "mine")
+        first, second = told(), told()
+        born = [await first.born(nursery, MINE="1"), await second.born(nursery, MINE="2")]
+        assert all(isinstance(each, Born) for each in born)
+        one, two = first.ask("who"), second.ask("who")
+        assert one["by"] == two["by"] == nursery.pid == one["parent"][0] == one["parent"][1]
+        assert [one["pid"], two["pid"]] == [each.pid for each in born] == [one["session"], two["session"]]
+        assert (one["env"].pop("MINE"), two["env"].pop("MINE")) == ("1", "2")
+        assert one["env"] == two["env"] == {"PATH": os.environ["PATH"]}
+        assert one["cwd"] == str(tmp_path) and one["path"][0] == str(tmp_path / "mine")
+        kept = {"0", "1", "2", str(first.number)}
+        assert kept < set(one["fds"]) and len(one["fds"]) == len(kept) + 1, "besides, the folder that is listed"
+        assert shown(born[0].pid) == "a child\n"
+        first.ask("speak")
+        for each in (first, second):
+            each.line.close()
+            assert await each.ended() == 0
+        assert sorted(first.said().split("\n")) == ["", "on stderr", "on stdout"] and second.said() == ""
+
+    play(test)
+
+
+@pytest.mark.parametrize(("word", "code"), [("exit", 7), ("raise", 1), ("die", 137)])
+def test_how_a_child_ended_is_told_and_so_is_what_it_said(word: str, code: int) -> None:
+    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+        child = told()
+        process = await child.born(nursery)
+        assert not process.has_ended
+        child.line.send(word.encode())
+        async with asyncio.timeout(DEADLINE_S):
+            await process.exited
+        assert process.has_ended
+        process.signal(signal.SIGKILL)  # which harms nobody
+        assert shown(process.pid), "its number is its own until it is reaped"
+        assert process.reap()[0] == code and not shown(process.pid)
+        assert ("it went wrong" in child.said()) == (word == "raise")
+
+    play(test)
+
+
+def test_children_die_with_the_nursery_whoever_ends_it_and_the_next_one_is_born_all_the_same() -> None:
+    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+        before = told()
+        await before.born(nursery)
+        os.kill(nursery.pid, signal.SIGKILL)
+        assert await before.ended() is None, "nobody knows how"
+        await until(lambda: gone(nursery.pid))
+        meanwhile, after = told(), told()
+        assert await meanwhile.born(nursery)
+        assert isinstance(await after.born(nursery), Born)
+        assert after.ask("who")["by"] == nursery.pid
+        meanwhile.line.close()
+        assert await meanwhile.ended() == 0
+        nursery.close()
+        assert await after.ended() is None
+
+    play(test)
+
+
+def test_a_child_that_nobody_waits_for_any_more_is_ended() -> None:
+    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+        nursery.warm()
+        os.kill(nursery.pid, signal.SIGSTOP)
+        child = told()
+        asking = asyncio.create_task(child.born(nursery))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        os.kill(nursery.pid, signal.SIGCONT)
+        assert child.line.recv(1) == b"", "its end of the line is closed"
+        next_one = told()
+        assert isinstance(await next_one.born(nursery), Born)
+        await until(lambda: len(children_of(nursery.pid)) == 1)
+        next_one.line.close()
+        assert await next_one.ended() == 0
+
+    play(test)
+
+
+@pytest.mark.parametrize("program", [THREADS, "tests.managers.there_is_none"])
+def test_where_nothing_can_be_forked_children_are_executed_anew(program: str) -> None:
+    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+        for _ in range(2):
+            child = told()
+            assert isinstance(await child.born(nursery, THREADS), Child)
+            who = child.ask("who")
+            assert who["by"] == who["pid"] and who["parent"] == [os.getpid()] * 2
+            child.line.close()
+            assert await child.ended() == 0
+        assert nursery.pid == 0, "it is of no use"
+
+    play(test, program)
+
+
+def test_a_request_that_is_too_long_to_be_sent_is_executed_anew() -> None:
+    async def test(nursery: Nursery, told: Callable[[], Told]) -> None:
+        child = told()
+        long = {f"LONG{number}": "x" * 100_000 for number in range(4)}
+        assert isinstance(await child.born(nursery, THREADS, **long), Child)
+        child.line.close()
+        assert await child.ended() == 0
+
+    play(test)
+
+
+OWNER = """
+import asyncio, os, sys
+from tests.managers.test_nursery import *
+async def main():
+    nursery, child = Nursery(PROGRAM), Told()
+    await child.born(nursery)
+    print(nursery.pid, child.ask("who")["pid"], flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+def test_all_of_it_dies_with_its_owner() -> None:
+    root = str(Path(__file__).parents[2])
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=root, stdout=subprocess.PIPE, text=True)
+    with owner:
+        assert owner.stdout is not None
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        owner.kill()
+    assert len(pids) == 2
+    asyncio.run(until(lambda: all(gone(pid) for pid in pids)))
