@@ -57,10 +57,10 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     key_variable: valid.Text = ""
     """Of a server: the environment variable that holds its key."""
     silent_s_max: valid.Seconds = 120.0
-    """Of a server: one that says nothing for so long while it serves a request counts as dead. One of dialect `sglang`
-    says nothing before its answer is whole."""
+    """Of a server: one that says nothing for so long while it serves a request counts as dead, and so does one that has
+    no place for any request for so long. One of dialect `sglang` says nothing before its answer is whole."""
     slots: valid.Count = 16
-    """Requests that are served at once."""
+    """Requests that are served at once; a server is asked no more than these, and the others wait."""
     sessions: valid.CountOr0 = 128
     """Trajectories between two turns whose tokens are kept besides, so that they are not read again: as many as are
     open at once. They take memory as far as there are so many."""

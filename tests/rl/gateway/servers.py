@@ -37,8 +37,13 @@ class ModelServer:
         """So many times it answers with that status; None: always."""
         self.words = "as you like"
         self.busy = 0
-        """So many times it has no place."""
-        self.inside = 0
+        """So many times it has no place; -1: always."""
+        self.places: int | None = None
+        """Requests that it takes at once; None: all."""
+        self.turned_away = 0
+        self.retry_after = ""
+        """What it says then."""
+        self.inside = self.inside_most = 0
         self.hung_up = 0
         self.aborted: list[str] = []
         self.weights = "none"
@@ -106,13 +111,16 @@ class ModelServer:
         return web.json_response({"success": True, "message": "done"})
 
     async def _write(self, request: web.Request, body: Any) -> web.StreamResponse:
-        if self.busy:
-            self.busy -= 1
-            return web.Response(status=429, text="later")
+        if self.busy or (self.places is not None and self.inside >= self.places):
+            self.busy -= self.busy > 0
+            self.turned_away += 1
+            headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            return web.Response(status=429, text="later", headers=headers)
         if self.status != 200 and self.unlucky != 0:
             self.unlucky = self.unlucky - 1 if self.unlucky is not None else None
             return web.Response(status=self.status, text=self.words)
         self.inside += 1
+        self.inside_most = max(self.inside, self.inside_most)
         try:
             if request.path == "/generate":
                 return await self._generate(request, body)

@@ -15,6 +15,7 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.assembly import require_trainable_engines
 from tangram.rl.engines import openai
 from tangram.rl.engines.base import EngineDied, Noise, Request, RequestRefused, Sampling, Weights
+from tangram.rl.engines.line import Line
 from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, OpenAIEngine, Unreachable, seed_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.settings import EngineSettings
@@ -25,8 +26,8 @@ ALL = pytest.mark.parametrize("dialect", ["vllm", "sglang", "plain"])
 
 
 def engine_at(url: str, dialect: str = "vllm", **options: Any) -> OpenAIEngine:
-    silent_s_max = options.pop("silent_s_max", 20.0)
-    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, silent_s_max=silent_s_max)
+    given = {"silent_s_max": 20.0} | {key: options.pop(key) for key in ("silent_s_max", "slots") if key in options}
+    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, **given)
     return OpenAIEngine(settings, **({"dialect": dialect} | options))
 
 
@@ -502,6 +503,87 @@ def test_a_server_that_has_no_place_is_asked_again() -> None:
     with_server(test)
 
 
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_that_has_place_for_one_serves_all_one_after_the_other() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.places = 1
+        requests = [a_request(tokens_max=4) for _ in range(openai.TRIES + 3)]
+        found = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert [each.tokens for each in found] == [tokens_of(server, request) for request in requests]
+        assert server.turned_away > 0
+
+    with_server(test)
+
+
+def test_no_more_requests_than_slots_are_asked_at_once_and_waiting_is_told() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate(a_request(tokens_max=3))) for _ in range(6)]
+        await until(lambda: server.inside == 2)
+        assert (engine.statistics().active, engine.statistics().waiting) == (2, 4)
+        found = await asyncio.gather(*tasks)
+        assert server.inside_most == 2
+        assert max(each.waiting_s for each in found) > min(each.waiting_s for each in found)
+        assert (engine.statistics().active, engine.statistics().waiting) == (0, 0)
+
+    with_server(test, slots=2)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(line: Line, seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Line, "pause", pause)
+
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        for retry_after, least_s in (("7", 7.0), ("1000000", openai.RETRY_AFTER_S_MAX)):
+            server.busy, server.retry_after = 1, retry_after
+            assert (await engine.generate(a_request(tokens_max=2))).tokens
+            assert least_s <= pauses.pop() <= least_s + openai.PAUSE_S and not pauses
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_without_place_for_anybody_is_dead_after_a_while() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.busy = -1
+        with pytest.raises(Unreachable, match="had no place for anybody for 2 s: it said 429: later"):
+            await engine.generate(a_request())
+        assert server.turned_away > 1
+
+    with_server(test, silent_s_max=2.0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_request_that_pauses_when_the_engine_is_closed_dies_with_it(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        monkeypatch.setattr(openai, "PAUSE_S", 2.0 * DEADLINE_S)
+        monkeypatch.setattr(openai, "PAUSE_S_MAX", 2.0 * DEADLINE_S)
+        server.status, server.unlucky = 503, 1
+        pausing = asyncio.create_task(engine.generate(a_request()))
+        await until(lambda: server.unlucky == 0)
+        served = asyncio.create_task(engine.generate(a_request(tokens_max=5000)))
+        queued = asyncio.create_task(engine.generate(a_request()))
+        await until(lambda: server.inside == 1)
+        await engine.close()
+        if again:
+            await engine.start(weights(2))
+        for task in (pausing, queued):
+            with pytest.raises(Unreachable, match="it was closed meanwhile"):
+                await task
+        with pytest.raises(EngineDied, match="it was closed meanwhile"):
+            await served
+        if again:
+            assert (await engine.generate(a_request(tokens_max=2))).versions == (2, 2), "the new life goes on"
+
+    with_server(test, slots=2)
+
+
 def test_silence_while_it_is_suspended_is_no_death() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens_max=10)
@@ -553,6 +635,26 @@ def test_one_table_describes_several_servers() -> None:
 
 
 # ---- behind a gateway ----
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
+            gateway = Gateway([engine_at(server.url, slots=3)])
+            await gateway.start(weights())
+            server.status, server.unlucky = 503, 3
+            tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=30))) for _ in range(7)]
+            await until(lambda: server.inside == 3)
+            server.fault, server.fault_after = "dropped", 0
+            await until(lambda: server.inside < 3)
+            server.fault, server.status, server.unlucky = "", 503, 3
+            found = await asyncio.gather(*tasks)
+            assert [len(each.tokens) for each in found] == [30] * 7
+            assert gateway.statistics().engines[0].lives >= 2
+            await gateway.close()
+
+    asyncio.run(main())
 
 
 def test_behind_a_gateway_a_request_survives_its_server() -> None:

@@ -30,9 +30,13 @@ class Heard:
         self._versions: list[int] = []
         self._prefilled = len(request.tokens)
         self._reused = 0
-        self._began_s = time.monotonic()
+        self._came_s = self._began_s = time.monotonic()
         self._first_s: float | None = None
         self.finish: str | None = None
+
+    def begin(self) -> None:
+        """It is asked now: what passed before was waiting."""
+        self._began_s = time.monotonic()
 
     def take(self, said: Said, version: int, *, logprobs: bool) -> None:
         """Raises ValueError."""
@@ -76,6 +80,7 @@ class Heard:
             engine=self._engine,
             prefilled=self._prefilled,
             reused=self._reused,
+            waiting_s=self._began_s - self._came_s,
             prefill_s=first_s - self._began_s,
             decode_s=now_s - first_s,
         )
