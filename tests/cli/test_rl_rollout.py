@@ -80,6 +80,7 @@ def _first_turn(line: str) -> dict[str, str] | None:
 def test_explain_says_who_serves_whom_and_starts_nothing(cli: Cli, config: Path) -> None:
     said = cli("rl", "rollout", str(config), "--explain")
     assert said.code == 0 and "its affinity is compute; if it fails: bandwidth" in said.out
+    assert "frozenlake  environment\n" in said.out
     assert {
         bound["task"]: bound["used"] for bound in cli("rl", "rollout", str(config), "--explain", "--json").json["tasks"]
     } == {
@@ -87,6 +88,13 @@ def test_explain_says_who_serves_whom_and_starts_nothing(cli: Cli, config: Path)
         "chain": "bandwidth",
         "default": "bandwidth",
     }
+
+
+def test_explain_says_what_rewards_a_task(cli: Cli, config: Path) -> None:
+    config.write_text(f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "my:reward"\n')
+    assert "chain  function by my:reward\n" in cli("rl", "rollout", str(config), "--explain").out
+    told = cli("rl", "rollout", str(config), "--explain", "--json").json
+    assert told["rewards"] == {"chain": "function by my:reward"}
 
 
 def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, config: Path, tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def rollout(
         int | None, typer.Option("--seed", metavar="N", min=0, help="Instead of that of the config.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say which engines would serve which task and why, and start nothing.")
+        bool,
+        typer.Option(
+            "--explain", help="Say which engines would serve which task and why, and what rewards it; start nothing."
+        ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
     as_json: Json = False,
@@ -68,6 +71,7 @@ def rollout(
     from tangram.cli.training_config import load_with, look_beside
     from tangram.rl.affinity import explain as explained
     from tangram.rl.assembly import require_playable
+    from tangram.rl.reward import in_words, settings_for
     from tangram.rl.training_settings import TrainSettings
 
     settings: RolloutSettings = load_with(TrainSettings, config)
@@ -75,13 +79,16 @@ def rollout(
         settings = msgspec.structs.replace(settings, seed=seed)
     modules = look_beside(config)
     with options.about(config):
-        require_playable(settings)
+        tasks, _ = require_playable(settings)
         binding = explained(settings)
     if explain:
+        rewards = {
+            own.name: in_words(settings_for(task, own.reward)) for task, own in zip(tasks, settings.tasks, strict=True)
+        }
         if as_json:
-            show.as_json(msgspec.to_builtins(binding))
+            show.as_json({**msgspec.to_builtins(binding), "rewards": rewards})
         else:
-            typer.echo("\n".join(binding.lines()))
+            typer.echo("\n".join([*binding.lines(), "", *_rewarded(rewards)]))
         return
     if out is not None:
         options.output_files(out=out)
@@ -103,6 +110,11 @@ def rollout(
         show.as_json(_summary(collected))
     else:
         _print(collected, out)
+
+
+def _rewarded(rewards: dict[str, str]) -> list[str]:
+    width = max(map(len, ("task", *rewards)))
+    return [f"{name:<{width}}  {words}" for name, words in (("task", "rewarded by"), *rewards.items())]
 
 
 async def _play(

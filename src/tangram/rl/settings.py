@@ -32,6 +32,8 @@ Backend = Literal["sandbox", "process", "docker"]
 
 CONTEXT_MAX = 1 << 20
 """Tokens of any model of ours: the angles of all positions are held in memory."""
+KINDS_BY_KEY = {"function": ("function", "command", "model"), "service": ("model", "teacher")}
+"""Which rewards use a key of theirs."""
 TEMPERATURE = number("a number from 0 to 100", zero=True, most=100.0)
 SHARE = number("more than 0, at most 1", most=1.0)
 POSITIVE = number("a number above 0")
@@ -105,6 +107,12 @@ class RewardSettings(Table, frozen=True, kw_only=True):
             raise InvalidConfig("function", self.function, "`module:name` of the function that rewards")
         if self.kind in ("model", "teacher") and not self.service:
             raise InvalidConfig("service", self.service, "the name of a model service")
+        for key, kinds in KINDS_BY_KEY.items():
+            # It would be ignored, and the policy trained on another reward than was meant.
+            if getattr(self, key) and self.kind not in kinds:
+                set_it = " or ".join(f'kind = "{kind}"' for kind in kinds)
+                expected = f'{set_it} beside it: kind = "{self.kind}" does not use it'
+                raise InvalidConfig(key, getattr(self, key), expected)
 
 
 class TaskSettings(Table, frozen=True, kw_only=True):
