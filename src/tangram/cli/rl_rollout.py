@@ -94,7 +94,7 @@ def rollout(
         options.output_files(out=out)
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
-    happened: list[str] = []
+    happened = Happened()
     endings: Counter[str] = Counter()
     try:
         with options.about(config):
@@ -104,7 +104,7 @@ def rollout(
         typer.echo(_interrupted(endings, out), err=True)
         raise
     finally:
-        for sentence in happened:
+        for sentence in happened.lines():
             typer.echo(sentence, err=True)
     if as_json:
         show.as_json(_summary(collected))
@@ -117,13 +117,41 @@ def _rewarded(rewards: dict[str, str]) -> list[str]:
     return [f"{name:<{width}}  {words}" for name, words in (("task", "rewarded by"), *rewards.items())]
 
 
+class Happened:
+    """What happened to engines and requests: the first of each kind, and how many more there were."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], str] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, event: Event) -> None:
+        from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, RequestDropped, said
+
+        match event:
+            case EngineLost(engine=whose) | EngineRemoved(engine=whose) | FellBack(task=whose) | CameBack(task=whose):
+                kind = type(event).__name__, whose
+            case RequestDropped():
+                kind = type(event).__name__, ""
+            case _:
+                return
+        self._counts[kind] += 1
+        if kind not in self._first:
+            self._first[kind] = said(event)
+
+    def lines(self) -> list[str]:
+        return [
+            f"{sentence} And {self._counts[kind] - 1:,} more like it." if self._counts[kind] > 1 else sentence
+            for kind, sentence in self._first.items()
+        ]
+
+
 async def _play(
     settings: RolloutSettings,
     modules: tuple[str, ...],
     groups: int,
     in_flight: int | None,
     out: Path | None,
-    happened: list[str],
+    happened: Happened,
     endings: Counter[str],
     *,
     quiet: bool,
@@ -133,7 +161,6 @@ async def _play(
 
     from tangram.rl.assembly import assembled, require_playable
     from tangram.rl.codec import Words
-    from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, RequestDropped, said
     from tangram.rl.progress import RolloutProgress
     from tangram.rl.rollout import tickets
     from tangram.rl.trajectory_log import GroupClosing, TrajectoryLog, engine_event
@@ -146,16 +173,10 @@ async def _play(
             words = codec.words if isinstance(codec, Words) else ()
             log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words, modules=modules))
 
-        dropped = 0
-
         def on_event(event: Event) -> None:
-            nonlocal dropped
             if log is not None:
                 log.append(engine_event(event, since=began))
-            first = isinstance(event, RequestDropped) and not dropped
-            dropped += isinstance(event, RequestDropped)
-            if first or isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
-                happened.append(said(event))
+            happened.add(event)
 
         def on_end(trajectory: Trajectory) -> None:
             endings[trajectory.ending.value] += 1

@@ -177,7 +177,7 @@ def settings_for(task: object, settings: RewardSettings) -> RewardSettings:
 
 def in_words(settings: RewardSettings) -> str:
     """Who says it, of settings with a kind."""
-    who = [settings.kind]
+    who: list[str] = [settings.kind]
     who += [f"of service {settings.service}"] if settings.service else []
     who += [f"by {settings.function}"] if settings.function else []
     return " ".join(who)
