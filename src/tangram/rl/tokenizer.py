@@ -8,6 +8,7 @@ again, so the template is only ever asked for what stands between two answers.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ class TextCodec:
         return str(self._tokenizer.decode([token])) if 0 <= token < self.size else ""
 
     def written(self, text: str) -> tuple[int, ...]:
-        return (*self._ids(text, marks=False), self.stop[0])
+        return (*self._ids(text, marks=False), self._end if self._end is not None else self.stop[0])
 
     def _rendered(self, text: str, *, first: bool, cut: bool) -> str:
         if not self._chats:
@@ -91,9 +92,23 @@ class TextCodec:
         message = {"role": "user", "content": text}
         if first:
             return self._template([message])
+        after = self._after(message)
+        return after if cut or self._end is None else after.removeprefix(self.token(self._end))
+
+    @functools.cached_property
+    def _end(self) -> int | None:
+        """The token that ends an answer in the template, which need not be eos_token; None: there is no template, or it
+        puts none there."""
+        if not self._chats:
+            return None
+        after = self._after({"role": "user", "content": ""})
+        found = [token for token in self.stop if (text := self.token(token)) and after.startswith(text)]
+        return max(found, key=lambda token: len(self.token(token)), default=None)
+
+    def _after(self, message: dict[str, str]) -> str:
+        """What stands after an answer, if this message follows."""
         whole = self._template([{"role": "user", "content": ""}, {"role": "assistant", "content": MARK}, message])
-        after = whole.split(MARK, 1)[1]
-        return after if cut else after.removeprefix(self._tokenizer.eos_token)
+        return whole.split(MARK, 1)[1]
 
     def _template(self, messages: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
