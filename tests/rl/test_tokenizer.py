@@ -89,6 +89,8 @@ def test_all_tokens_that_end_an_answer_are_known(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1], "temperature": 0.7}')
     codec = TextCodec(folder)
     assert codec.stop == (2, 1) and codec.written("go") == (5, 2)
+    codec.save(tmp_path / "saved")
+    assert TextCodec(tmp_path / "saved").stop == (2, 1)
     (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
     with pytest.raises(InvalidConfig, match="generation_config"):
         TextCodec(folder)

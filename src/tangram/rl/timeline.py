@@ -11,6 +11,9 @@ Owns the arithmetic; pure. Time is counted in whole nanoseconds, so that parts a
                       that have ended, the buffer: the trainer has yet to take them. If there are none at all, nobody
                       gave anything to play; before the first that is the start of the run, after the last its end.
 
+Of a request that was aborted nobody tells how long it waited in its engine: all of its time there counts as a try that
+brought nothing (`failed`), and the engines as busy with it.
+
 `lane` makes a trajectory's activities of its spans; `timeline` all the rest.
 """
 

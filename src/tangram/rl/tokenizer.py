@@ -20,6 +20,7 @@ from tangram.errors import InvalidConfig, ManagerError
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for an answer where a template is asked what follows one. No template puts it there itself."""
+GENERATING = "generation_config.json"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -35,7 +36,7 @@ class _Generating(msgspec.Struct, frozen=True):
 
 def _ends(folder: Path) -> tuple[int, ...]:
     """More tokens that end an answer, as those who trained the model wrote down."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATING
     if not path.is_file():
         return ()
     try:
@@ -67,9 +68,10 @@ class TextCodec:
         self._chats = bool(self._tokenizer.chat_template)
 
     def save(self, folder: Path) -> None:
-        """As it was read. Raises ManagerError."""
+        """As it was read, with all tokens that end an answer. Raises ManagerError."""
         try:
             self._tokenizer.save_pretrained(str(folder))
+            (folder / GENERATING).write_bytes(msgspec.json.encode(_Generating(self.stop)))
         except Exception as error:  # tokenizers raises a bare one for a disk that is full
             raise ManagerError(f"the tokenizer cannot be written to {folder}: {error}") from error
 
