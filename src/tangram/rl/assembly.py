@@ -242,10 +242,9 @@ def engines_of(settings: RolloutSettings, codec: Codec) -> list[Engine]:
 
 
 def _vocabulary(settings: RolloutSettings, codec: Codec) -> int | None:
-    """None: there is no checkpoint, so that a server begins with a model of its own, or it does not say it, as those
-    of kinds that only servers load may not."""
+    """None: the checkpoint does not say it, as those of kinds that only servers load may not."""
     if not settings.policy.checkpoint:
-        return None
+        return codec.size
     try:
         return vocabulary_of(settings, codec)
     except InvalidConfig:

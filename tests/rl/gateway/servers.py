@@ -28,6 +28,7 @@ class ModelServer:
         """Whether it takes weights."""
         self.scaled = scaled
         """Whether its log-probabilities are those after the temperature."""
+        self.vocabulary = VOCABULARY
         self.calls: list[tuple[str, Any]] = []
         self.fault = ""
         self.fault_after = 2
@@ -132,7 +133,7 @@ class ModelServer:
             self.inside -= 1
 
     def _token(self, position: int) -> int:
-        return 5 + position * 7 % (VOCABULARY - 5)
+        return 5 + position * 7 % (self.vocabulary - 5)
 
     def _logprob(self, temperature: float) -> float:
         return -1.25 / temperature if self.scaled and temperature else -1.25

@@ -488,7 +488,9 @@ def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> N
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens_max=20)
         wrong = next(token for token in tokens_of(server, request) if token >= 50)
-        with pytest.raises(EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50"):
+        with pytest.raises(
+            EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50: policy.checkpoint"
+        ):
             await engine.generate(request)
 
     with_server(test, dialect, vocabulary=50)

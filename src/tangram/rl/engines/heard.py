@@ -51,7 +51,10 @@ class Heard:
             raise ValueError(f"more than the {self._request.sampling.tokens_max} tokens that were asked for")
         if self._vocabulary is not None and any(not 0 <= token < self._vocabulary for token in said.tokens):
             wrong = next(token for token in said.tokens if not 0 <= token < self._vocabulary)
-            raise ValueError(f"token {wrong}, and the vocabulary has {self._vocabulary}")
+            raise ValueError(
+                f"token {wrong}, and the vocabulary has {self._vocabulary}: policy.checkpoint has to be the folder of "
+                "the model that it serves"
+            )
         if said.tokens and self.finish is not None:
             raise ValueError("tokens after the end")
         if self._first_s is None and said.tokens:
