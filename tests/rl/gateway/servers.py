@@ -52,6 +52,8 @@ class ModelServer:
         self.refuse_reset = False
         self.stop_token: int | None = None
         self.hides_stop = False
+        self.done = b"data: [DONE]\n\n"
+        """How it ends a stream."""
         self._running = asyncio.Event()
         self._running.set()
         self._abort_by_id: dict[str, asyncio.Event] = {}
@@ -182,7 +184,7 @@ class ModelServer:
                 await say(choice | {"finish_reason": None})
         usage = {"prompt_tokens": first, "prompt_tokens_details": {"cached_tokens": first // 2}}
         await say(None, usage=usage)
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(self.done)
         return response
 
     def _spoil(self, choice: dict[str, Any], number: int) -> None:
@@ -202,7 +204,7 @@ class ModelServer:
             case "null":
                 choice["logprobs"]["token_logprobs"] = [None]
             case "aborted":
-                choice["finish_reason"] = "abort"
+                choice["finish_reason"] = self.words
             case "too many" | "after the end" | "" | _:
                 pass
 
@@ -275,7 +277,7 @@ class ModelServer:
             case "null":
                 told[0][0] = None
             case "aborted":
-                meta["finish_reason"] = {"type": "abort"}
+                meta["finish_reason"] = {"type": self.words}
             case "too many":
                 extra = [[-1.0, 9, None]]
                 answer["output_ids"], meta["output_token_logprobs"] = [*ids, 9], told + extra

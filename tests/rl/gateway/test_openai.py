@@ -103,8 +103,10 @@ def test_an_action_ends_with_the_token_that_ends_it() -> None:
         found = await engine.generate(a_request(tokens_max=10))
         assert (found.tokens[-1], len(found.tokens), found.finish) == (STOP, 3, "stop")
         server.hides_stop = True
-        with pytest.raises(InvalidInput, match="also the token at which the server ends by itself"):
+        with pytest.raises(RequestRefused, match=r"by itself at token \d+, .*one of \[1\]: .*generation_config\.json"):
             await engine.generate(a_request(tokens_max=10))
+        server.hides_stop = False
+        assert (await engine.generate(a_request(tokens_max=10))).finish == "stop", "it goes on with others"
 
     with_server(test)
 
@@ -378,7 +380,6 @@ def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> 
         ("null", "no log-probability: None"),
         ("after the end", "more than the 6 tokens"),
         ("error inside", "EngineDeadError"),
-        ("aborted", "ended by 'abort'"),
         ("text", "without the ids"),
     ],
 )
@@ -418,7 +419,6 @@ def test_a_stream_that_goes_wrong_kills_the_engine_and_what_was_sound_survives(f
         ("positive", "no log-probability"),
         ("null", "no log-probability"),
         ("error inside", "no sense"),
-        ("aborted", "ended by 'abort'"),
         ("text", "without the ids"),
     ],
 )
@@ -427,9 +427,35 @@ def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str)
         server.fault = fault
         with pytest.raises(EngineDied, match=words) as died:
             await engine.generate(a_request(tokens_max=6))
-        assert died.value.written is None or fault == "aborted"
+        assert died.value.written is None
 
     with_server(test, "sglang", silent_s_max=0.5 if fault == "silent" else 20.0)
+
+
+@BOTH
+@pytest.mark.parametrize("finish", ["abort", "tool_calls", "content_filter"])
+def test_an_answer_that_ends_oddly_costs_its_request_alone(dialect: str, finish: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault, server.words = "aborted", finish
+        with pytest.raises(RequestRefused, match=f"ended the answer by '{finish}'"):
+            await engine.generate(a_request(tokens_max=6))
+        server.fault = ""
+        assert (await engine.generate(a_request(tokens_max=2))).tokens, "it was not closed"
+
+    with_server(test, dialect)
+
+
+@pytest.mark.parametrize(
+    "done", [b"data:[DONE]\n\n", b"data: [DONE]", b"data:[DONE]", b"event: end\r\ndata: [DONE]\r\n", b""]
+)
+def test_the_end_of_a_stream_may_be_said_in_several_ways(done: bytes) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.done = done
+        request = a_request(tokens_max=3)
+        found = await engine.generate(request)
+        assert (found.tokens, found.reused) == (tokens_of(server, request), 5)
+
+    with_server(test)
 
 
 @pytest.fixture

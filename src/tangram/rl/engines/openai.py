@@ -61,7 +61,7 @@ from tangram.rl.engines.base import (
     Weights,
 )
 from tangram.rl.engines.dialects import DIALECTS, SAME, SHOWN, Calls, TextAlone
-from tangram.rl.engines.heard import Heard, NoLogprobs
+from tangram.rl.engines.heard import Heard, NoLogprobs, OddEnd
 from tangram.rl.engines.line import ANSWER_BYTES_MAX, Line, LineClosed
 from tangram.rl.settings import Dialect, EngineSettings
 
@@ -284,7 +284,6 @@ class OpenAIEngine:
         finally:
             self._inside -= 1
         generation = heard.generation()
-        _require_stop(request.sampling, generation)
         self._count(prefill_tokens=generation.prefilled, decode_tokens=len(generation.tokens), steps=1)
         self._count(prefill_s=generation.prefill_s, decode_s=generation.decode_s)
         return generation
@@ -346,8 +345,11 @@ class OpenAIEngine:
                 async for answer in line.answers(response, streams=self._dialect.streams):
                     self._heard_s = time.monotonic()
                     heard.take(self._dialect.said(answer), self._version, logprobs=self._tells_logprobs)
+                heard.require_stop()
         except LineClosed as error:
             raise EngineDied(self.name, CLOSED, heard.so_far()) from error
+        except OddEnd as error:
+            raise RequestRefused(self.name, f"{self._url} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
             reached = isinstance(error, aiohttp.ServerDisconnectedError)
             kind = EngineDied if reached else Unreachable
@@ -527,13 +529,3 @@ def _require_hugging_face(name: str, weights: Weights) -> None:
             "not; publish with tangram.rl.nn.checkpoint.save",
             retry=False,
         )
-
-
-def _require_stop(sampling: Sampling, generation: Generation) -> None:
-    """The token that ends an action is part of it."""
-    if generation.finish != "stop" or not sampling.stop:
-        return
-    if not generation.tokens or generation.tokens[-1] not in sampling.stop:
-        last = generation.tokens[-1] if generation.tokens else None
-        expected = f"also the token at which the server ends by itself, which was {last}"
-        raise InvalidInput("stop", list(sampling.stop), expected)
