@@ -15,6 +15,7 @@ record that is there is valid, however it was made.
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -37,6 +38,16 @@ KINDS_BY_KEY = {"function": ("function", "command", "model"), "service": ("model
 TEMPERATURE = number("a number from 0 to 100", zero=True, most=100.0)
 SHARE = number("more than 0, at most 1", most=1.0)
 POSITIVE = number("a number above 0")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not set("{} ") & set(url)
+        )
+    except ValueError:  # of a port that is no number, or brackets that are not closed
+        return False
 
 
 class EngineSettings(Table, frozen=True, kw_only=True):
@@ -82,6 +93,9 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     def together(self) -> None:
         if (self.kind == "openai") != bool(self.url):
             raise InvalidConfig("url", self.url, 'an address for kind = "openai", and none for others')
+        if self.url and not _is_address(self.url.replace("{number}", "0")):
+            expected = "an address such as http://localhost:8000, in which {number} is the only mark"
+            raise InvalidConfig("url", self.url, expected)
         if self.kind == "process" and self.context_max > CONTEXT_MAX:
             raise InvalidConfig("context_max", self.context_max, f"at most {CONTEXT_MAX}")
 

@@ -656,6 +656,15 @@ def test_a_dialect_that_nobody_speaks_is_refused() -> None:
         engine_at("http://127.0.0.1:1", "esperanto")
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["localhost", "localhost:8000", "http://", "http://[::1", "http://node:{port}", "http://node:99999", "http://a b"],
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"url: expected an address such as http://localhost:8000"):
+        EngineSettings(kind="openai", url=url)
+
+
 def test_one_table_describes_several_servers() -> None:
     settings = EngineSettings(name="server", count=3, kind="openai", url="http://node-{number}:8000/")
     engine = OpenAIEngine(settings, 2)
