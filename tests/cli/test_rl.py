@@ -178,6 +178,16 @@ def test_timeline_says_why_engines_stood_idle_and_it_adds_up(cli, rollout: Path)
     assert told["stages"]["buffer"]["busy_s"] > 0.0, "from the end of a trajectory to the closing of its group"
 
 
+def test_times_that_cannot_be_are_said_with_the_file_and_the_line(cli, rollout: Path) -> None:
+    lines = rollout.read_text().splitlines()
+    assert '"ended_s":' in lines[2]
+    name = json.loads(lines[2])["record"]["id"]
+    lines[2] = json.dumps(json.loads(lines[2]) | {"record": json.loads(lines[2])["record"] | {"ended_s": -3.0}})
+    rollout.write_text("\n".join(lines) + "\n")
+    wrong = cli("rl", "timeline", rollout)
+    assert wrong.code == 2 and f"{rollout}:3 {name} ended_s: expected seconds from 0" in wrong.err
+
+
 def test_timeline_writes_a_page(cli, rollout: Path, tmp_path: Path) -> None:
     page = tmp_path / "pages" / "t.html"
     done = cli("rl", "timeline", rollout, "--html", page)

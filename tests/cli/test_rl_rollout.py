@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from tangram.cli.rl_rollout import Happened
+from tangram.rl.gateway_records import EngineLost, EngineRemoved, RequestDropped, RequestResumed
+
 Cli = Callable[..., Any]
 
 if os.environ.get("CI") != "true":
@@ -80,6 +83,7 @@ def _first_turn(line: str) -> dict[str, str] | None:
 def test_explain_says_who_serves_whom_and_starts_nothing(cli: Cli, config: Path) -> None:
     said = cli("rl", "rollout", str(config), "--explain")
     assert said.code == 0 and "its affinity is compute; if it fails: bandwidth" in said.out
+    assert "frozenlake  environment\n" in said.out
     assert {
         bound["task"]: bound["used"] for bound in cli("rl", "rollout", str(config), "--explain", "--json").json["tasks"]
     } == {
@@ -87,6 +91,13 @@ def test_explain_says_who_serves_whom_and_starts_nothing(cli: Cli, config: Path)
         "chain": "bandwidth",
         "default": "bandwidth",
     }
+
+
+def test_explain_says_what_rewards_a_task(cli: Cli, config: Path) -> None:
+    config.write_text(f'{TASK}[tasks.reward]\nkind = "function"\nfunction = "my:reward"\n')
+    assert "chain  function by my:reward\n" in cli("rl", "rollout", str(config), "--explain").out
+    told = cli("rl", "rollout", str(config), "--explain", "--json").json
+    assert told["rewards"] == {"chain": "function by my:reward"}
 
 
 def test_what_is_wrong_is_said_before_anything_starts(cli: Cli, config: Path, tmp_path: Path) -> None:
@@ -133,6 +144,22 @@ def test_what_is_wrong_is_said_of_the_file_before_anything_is_played(
     wrong = cli("rl", "rollout", str(config), "--quiet", "--out", str(out))
     assert wrong.code == 2 and f"tangram: {config}: {said}" in wrong.err
     assert not out.exists() or '"trajectory"' not in out.read_text()
+
+
+def test_of_what_happens_again_and_again_the_first_is_said_and_how_often() -> None:
+    happened = Happened()
+    for number in range(260):
+        happened.add(EngineLost(at_s=0.0, engine="a", reason=f"bad token {number}", requests=0, deaths=1))
+        happened.add(RequestResumed(at_s=0.0, request="r", session="", task="t", engine="a", written=3))
+        happened.add(RequestDropped(at_s=0.0, request=f"r{number}", reason=f"request r{number} is given up"))
+    happened.add(EngineLost(at_s=0.0, engine="b", reason="killed", requests=0, deaths=1))
+    happened.add(EngineRemoved(at_s=0.0, engine="a", reason="died 3 times"))
+    assert happened.lines() == [
+        "engine a was lost and is started again (death 1): bad token 0. And 259 more like it.",
+        "request r0 is given up. And 259 more like it.",
+        "engine b was lost and is started again (death 1): killed.",
+        "engine a is given up: died 3 times.",
+    ]
 
 
 def test_a_check_has_a_limit_for_each_call(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import pytest
 from tests.rl.gateway.servers import ModelServer
 
 from tangram.errors import InvalidConfig
-from tangram.rl.assembly import assembled, require_served
+from tangram.rl.assembly import assembled, first_model, require_playable, require_served
 from tangram.rl.codec import Codec
 from tangram.rl.engines.base import Weights
+from tangram.rl.gateway_records import NoEngine
 from tangram.rl.published import PREFIX, SHARED_MEMORY
 from tangram.rl.rollout import Collected, tickets
 from tangram.rl.settings import (
@@ -101,6 +102,7 @@ def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not
 
     async def main() -> None:
         async with asyncio.timeout(60), ModelServer("vllm", control=control) as server:
+            server.vocabulary = 20
             engines = (EngineSettings(name="theirs", kind="openai", url=server.url),)
             settings = msgspec.structs.replace(settings_of(tasks=(TaskSettings(name="chain"),)), engines=engines)
             async with assembled(settings) as made:
@@ -116,6 +118,34 @@ def test_servers_of_others_are_trained_on_with_the_weights_of_the_trainer_or_not
     else:
         with pytest.raises(InvalidConfig, match=r"engine theirs: .*it takes no weights"):
             asyncio.run(main())
+
+
+def test_a_server_that_serves_another_model_than_the_policy_is_found_out_without_a_checkpoint() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), ModelServer("vllm") as server:
+            engines = (EngineSettings(name="theirs", kind="openai", url=server.url),)
+            settings = msgspec.structs.replace(settings_of(tasks=(TaskSettings(name="chain"),)), engines=engines)
+            async with assembled(settings):
+                raise AssertionError("it was assembled")
+
+    with pytest.raises(
+        NoEngine, match=r"token 26, and the vocabulary has \d+: policy\.checkpoint has to be the folder"
+    ):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("content", [b"", b'["a", ', b'{"a": 1}', b'["a b"]', b'["\xff"]', b"[1]"])
+def test_words_of_a_checkpoint_that_are_none_are_said_with_its_folder(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "words.json").write_bytes(content)
+    wrong = settings_of(tasks=(TaskSettings(name="chain"),), policy=PolicySettings(checkpoint=str(tmp_path)))
+    with pytest.raises(InvalidConfig, match=r"policy\.checkpoint: expected a folder whose words\.json is a list"):
+        require_playable(wrong)
+
+
+def test_a_model_that_does_not_fit_is_said_before_it_is_made() -> None:
+    wrong = settings_of(tasks=(TaskSettings(name="chain"),), policy=PolicySettings(width=1_000_000, layers=100))
+    with pytest.raises(InvalidConfig, match=r"policy\.width: .*1,300,0\d\d,\d{3},\d{3},\d{3} parameters, [\d,]+ GiB"):
+        first_model(wrong, 30)
 
 
 def test_our_engines_are_refused_for_a_policy_that_they_cannot_load(tmp_path: Path) -> None:

@@ -191,6 +191,19 @@ def test_a_task_may_have_a_usual_reward_and_the_settings_have_the_last_word() ->
     assert settings_for(Plain, RewardSettings()).kind == "environment"
 
 
+@pytest.mark.parametrize(
+    ("key", "kind", "instead"),
+    [("function", "usual", "function"), ("function", "environment", "function"), ("service", "usual", "model"),
+     ("service", "command", "model")],
+)  # fmt: skip
+def test_what_a_kind_of_reward_would_ignore_is_refused(key: str, kind: Any, instead: str) -> None:
+    with pytest.raises(
+        InvalidConfig, match=f'kind = "{instead}".* beside it: kind = "{kind}" does not use it'
+    ) as wrong:
+        RewardSettings(kind=kind, **{key: "my:reward"})
+    assert wrong.value.field == key
+
+
 def test_what_the_steps_paid_is_the_reward_of_the_environment() -> None:
     assert score(EnvironmentReward(), played()).value == 0.25
     assert "got nan" in why_failed(EnvironmentReward(), played(total=math.nan))

@@ -27,7 +27,7 @@ from tangram.rl.settings import (
 from tangram.rl.training_settings import ObjectiveSettings, TeacherSettings, TrainingSettings, TrainSettings
 
 LAKE = TaskSettings(name="frozenlake", options={"size": 4}, concurrency=8)
-CHAIN = TaskSettings(name="chain", turns_max=7)
+CHAIN = TaskSettings(name="chain", turns_max=7, reward=RewardSettings(kind="function", function="scorers:one"))
 USUAL = TrainSettings(seed=3, tasks=(LAKE, CHAIN), engines=(EngineSettings(slots=4), EngineSettings(name="b")))
 
 
@@ -157,7 +157,7 @@ REFUSED = {
     "tasks[frozenlake].options": replace(USUAL, tasks=(replace(LAKE, options={"size": 8}), CHAIN)),
     "tasks[chain].environment": replace(USUAL, tasks=(LAKE, replace(CHAIN, environment="lookup"))),
     "tasks[chain].reward.function": replace(
-        USUAL, tasks=(LAKE, replace(CHAIN, reward=RewardSettings(function="scorers:other")))
+        USUAL, tasks=(LAKE, replace(CHAIN, reward=RewardSettings(kind="function", function="scorers:other")))
     ),
 }
 

@@ -19,18 +19,18 @@ TEMPLATE = (
 )
 
 
-def folder_of(tmp_path: Path, *, chats: bool, end: str | None = "<end>") -> Path:
+def folder_of(tmp_path: Path, *, chats: bool, end: str | None = "<end>", template: str = TEMPLATE) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<unk>", "<im>", "<end>", "user", "assistant", "go", "left", "right", "wall", "\n", MARK]
+    words = ["<unk>", "<im>", "<end>", "user", "assistant", "go", "left", "right", "wall", "\n", MARK, "<eot>"]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    made.add_special_tokens(["<im>", "<end>"])
+    made.add_special_tokens(["<im>", "<end>", "<eot>"])
     made.add_tokens(["\n"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token=end)
     if chats:
-        tokenizer.chat_template = TEMPLATE
+        tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
     return tmp_path
 
@@ -56,6 +56,16 @@ def test_a_chat_put_together_piece_by_piece_is_what_the_template_makes_of_the_wh
     assert codec.action(codec.written("go right")) == "go right" and codec.stop == (2,)
 
 
+def test_a_turn_ends_once_also_where_its_end_is_not_that_of_the_text(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, chats=True, template=TEMPLATE.replace("<end>", "<eot>"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 11]}')
+    codec = TextCodec(folder)
+    assert codec.stop == (2, 11) and codec.written("go") == (5, 11)
+    follows = codec.observation("wall", first=False)
+    assert 11 not in follows[: follows.index(8)], "the action has it already"
+    assert codec.observation("wall", first=False, cut=True) == (11, *follows)
+
+
 def test_an_answer_that_was_cut_is_ended_by_what_follows_it(tmp_path: Path) -> None:
     codec = TextCodec(folder_of(tmp_path, chats=True))
     whole = codec.observation("wall", first=False, cut=True)
@@ -79,6 +89,8 @@ def test_all_tokens_that_end_an_answer_are_known(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1], "temperature": 0.7}')
     codec = TextCodec(folder)
     assert codec.stop == (2, 1) and codec.written("go") == (5, 2)
+    codec.save(tmp_path / "saved")
+    assert TextCodec(tmp_path / "saved").stop == (2, 1)
     (folder / "generation_config.json").write_text('{"eos_token_id": "end"}')
     with pytest.raises(InvalidConfig, match="generation_config"):
         TextCodec(folder)

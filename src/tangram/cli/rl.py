@@ -206,23 +206,13 @@ def timeline(
 
 
 def _timeline(file: Path) -> Timeline:
-    from tangram.rl.records import Trajectory
-    from tangram.rl.timeline import buffered, timeline
-    from tangram.rl.trajectory_log import GroupClosing, read
+    from tangram.rl.timeline import logged
+    from tangram.rl.trajectory_log import read
 
     reading = read(file)
-    trajectories: dict[str, Trajectory] = {}
-    ended_s = 0.0
-    for record in reading:
-        if isinstance(record, Trajectory):
-            trajectories[record.id] = record
-        elif isinstance(record, GroupClosing):
-            ended_s = max(ended_s, record.at_s)
-            for each in record.members:
-                if each in trajectories:
-                    trajectories[each] = buffered(trajectories[each], record.at_s)
+    found = logged(reading)
     _tell_torn(reading)
-    return timeline(trajectories.values(), ended_s)
+    return found
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------

@@ -54,7 +54,10 @@ def rollout(
         int | None, typer.Option("--seed", metavar="N", min=0, help="Instead of that of the config.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say which engines would serve which task and why, and start nothing.")
+        bool,
+        typer.Option(
+            "--explain", help="Say which engines would serve which task and why, and what rewards it; start nothing."
+        ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live view.")] = False,
     as_json: Json = False,
@@ -68,6 +71,7 @@ def rollout(
     from tangram.cli.training_config import load_with, look_beside
     from tangram.rl.affinity import explain as explained
     from tangram.rl.assembly import require_playable
+    from tangram.rl.reward import in_words, settings_for
     from tangram.rl.training_settings import TrainSettings
 
     settings: RolloutSettings = load_with(TrainSettings, config)
@@ -75,19 +79,22 @@ def rollout(
         settings = msgspec.structs.replace(settings, seed=seed)
     modules = look_beside(config)
     with options.about(config):
-        require_playable(settings)
+        tasks, _ = require_playable(settings)
         binding = explained(settings)
     if explain:
+        rewards = {
+            own.name: in_words(settings_for(task, own.reward)) for task, own in zip(tasks, settings.tasks, strict=True)
+        }
         if as_json:
-            show.as_json(msgspec.to_builtins(binding))
+            show.as_json({**msgspec.to_builtins(binding), "rewards": rewards})
         else:
-            typer.echo("\n".join(binding.lines()))
+            typer.echo("\n".join([*binding.lines(), "", *_rewarded(rewards)]))
         return
     if out is not None:
         options.output_files(out=out)
         if out.exists() and out.stat().st_size:
             raise InvalidConfig("out", str(out), "a file that is not there yet")
-    happened: list[str] = []
+    happened = Happened()
     endings: Counter[str] = Counter()
     try:
         with options.about(config):
@@ -97,12 +104,45 @@ def rollout(
         typer.echo(_interrupted(endings, out), err=True)
         raise
     finally:
-        for sentence in happened:
+        for sentence in happened.lines():
             typer.echo(sentence, err=True)
     if as_json:
         show.as_json(_summary(collected))
     else:
         _print(collected, out)
+
+
+def _rewarded(rewards: dict[str, str]) -> list[str]:
+    width = max(map(len, ("task", *rewards)))
+    return [f"{name:<{width}}  {words}" for name, words in (("task", "rewarded by"), *rewards.items())]
+
+
+class Happened:
+    """What happened to engines and requests: the first of each kind, and how many more there were."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], str] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, event: Event) -> None:
+        from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, RequestDropped, said
+
+        match event:
+            case EngineLost(engine=whose) | EngineRemoved(engine=whose) | FellBack(task=whose) | CameBack(task=whose):
+                kind = type(event).__name__, whose
+            case RequestDropped():
+                kind = type(event).__name__, ""
+            case _:
+                return
+        self._counts[kind] += 1
+        if kind not in self._first:
+            self._first[kind] = said(event)
+
+    def lines(self) -> list[str]:
+        return [
+            f"{sentence} And {self._counts[kind] - 1:,} more like it." if self._counts[kind] > 1 else sentence
+            for kind, sentence in self._first.items()
+        ]
 
 
 async def _play(
@@ -111,7 +151,7 @@ async def _play(
     groups: int,
     in_flight: int | None,
     out: Path | None,
-    happened: list[str],
+    happened: Happened,
     endings: Counter[str],
     *,
     quiet: bool,
@@ -121,7 +161,6 @@ async def _play(
 
     from tangram.rl.assembly import assembled, require_playable
     from tangram.rl.codec import Words
-    from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, RequestDropped, said
     from tangram.rl.progress import RolloutProgress
     from tangram.rl.rollout import tickets
     from tangram.rl.trajectory_log import GroupClosing, TrajectoryLog, engine_event
@@ -134,16 +173,10 @@ async def _play(
             words = codec.words if isinstance(codec, Words) else ()
             log = stack.enter_context(TrajectoryLog(out, settings=settings, words=words, modules=modules))
 
-        dropped = 0
-
         def on_event(event: Event) -> None:
-            nonlocal dropped
             if log is not None:
                 log.append(engine_event(event, since=began))
-            first = isinstance(event, RequestDropped) and not dropped
-            dropped += isinstance(event, RequestDropped)
-            if first or isinstance(event, EngineLost | EngineRemoved | FellBack | CameBack):
-                happened.append(said(event))
+            happened.add(event)
 
         def on_end(trajectory: Trajectory) -> None:
             endings[trajectory.ending.value] += 1

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tangram.client.client import Client, connect
+from tangram.config.tables import GIB
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.nursery import Nursery
 from tangram.rl.affinity import affinity_of
@@ -35,7 +36,7 @@ from tangram.rl.published import published_folder
 from tangram.rl.records import Trajectory
 from tangram.rl.reward import settings_for
 from tangram.rl.rollout import Rollout, Watches
-from tangram.rl.settings import EngineSettings, OutsideSettings, RolloutSettings
+from tangram.rl.settings import EngineSettings, OutsideSettings, PolicySettings, RolloutSettings
 from tangram.rl.teachers import asked, hear_teachers, joined, needs_of_teachers, vocabulary_of
 
 if TYPE_CHECKING:
@@ -207,11 +208,20 @@ def codec_of(settings: RolloutSettings, tasks: Sequence[Task]) -> Codec:
 
         folder = Path(settings.policy.checkpoint)
         if (folder / WORDS).is_file():
-            return Words(msgspec.json.decode((folder / WORDS).read_bytes(), type=tuple[str, ...]))
+            return _words_in(folder)
         if has_tokenizer(folder):
             return TextCodec(folder)
         raise InvalidConfig("policy.checkpoint", settings.policy.checkpoint, f"a folder with {WORDS} or a tokenizer")
     return Words(words_of(tasks))
+
+
+def _words_in(folder: Path) -> Words:
+    try:
+        return Words(msgspec.json.decode((folder / WORDS).read_bytes(), type=tuple[str, ...]))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, InvalidConfig) as error:
+        raise InvalidConfig(
+            "policy.checkpoint", str(folder), f"a folder whose {WORDS} is a list of words, as we save it ({error})"
+        ) from error
 
 
 def save_codec(codec: Codec, folder: Path) -> None:
@@ -261,10 +271,9 @@ def engines_of(settings: RolloutSettings, codec: Codec, nursery: Nursery) -> lis
 
 
 def _vocabulary(settings: RolloutSettings, codec: Codec) -> int | None:
-    """None: there is no checkpoint, so that a server begins with a model of its own, or it does not say it, as those
-    of kinds that only servers load may not."""
+    """None: the checkpoint does not say it, as those of kinds that only servers load may not."""
     if not settings.policy.checkpoint:
-        return None
+        return codec.size
     try:
         return vocabulary_of(settings, codec)
     except InvalidConfig:
@@ -320,4 +329,16 @@ def first_model(settings: RolloutSettings, size: int) -> Transformer:
         return model
     context_max = max(engine.context_max for engine in settings.engines)
     config = small(size, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=context_max)
+    _require_room(policy, Transformer.size(config))
     return Transformer.new(config, policy.seed)
+
+
+def _require_room(policy: PolicySettings, parameters: int) -> None:
+    """Raises InvalidConfig for a new model that does not fit into the memory of this machine."""
+    needed, there = 4 * parameters / GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    if needed > there:
+        expected = (
+            f"one with which the model fits into memory: {policy.layers} layers of this width are {parameters:,} "
+            f"parameters, {needed:,.0f} GiB, and this machine has {there:,.0f}"
+        )
+        raise InvalidConfig("policy.width", policy.width, expected)

@@ -2,7 +2,8 @@
 
 Owns which attempts a group makes, which of them it keeps, and what becomes of it when it loses some. The first `size`
 that have a reward are kept and the others stopped. Members that were played besides take the place of those that are
-lost; when there are none left, the rule of the settings decides. A member that grows too old is lost too, be it in play
+lost; when there are none left, the rule of the settings decides; nobody takes the place of one that was lost before its
+first turn for a reason that stays. A member that grows too old is lost too, be it in play
 or kept already. Promises that every episode that it began has ended when `play` is over.
 """
 
@@ -38,6 +39,8 @@ class Band:
         self._cause = ""
         self.failed = False
         """It was given up by what its members did: not because it was stopped, or they were."""
+        self.hopeless = True
+        """All that it lost failed before their first turn, for a reason that stays."""
         self._raised: Exception | None = None
 
     async def play(self) -> Group:
@@ -104,7 +107,8 @@ class Band:
             self._left_out.append(record)
             if not self._over:
                 stopped = record.ending in STOPPED and not episode.given_up
-                again = not stopped or record.ending is Ending.STALE
+                again = (not stopped or record.ending is Ending.STALE) and not episode.hopeless
+                self.hopeless = self.hopeless and episode.hopeless
                 self._lost(record, f"{record.ending}, {record.cause}", again=again, ours=stopped)
             return
         self._kept.append(record)
@@ -113,8 +117,8 @@ class Band:
             self._stop_all(Ending.CANCELLED, "enough others of its group ended before it")
 
     def _lost(self, record: Trajectory, why: str, *, again: bool, ours: bool) -> None:
-        """`again`: another attempt is wanted; not of what somebody cancelled, as nobody needs it. `ours`: it did not
-        fail, but was stopped."""
+        """`again`: another attempt is wanted; not of what somebody cancelled, as nobody needs it, nor of what is
+        hopeless. `ours`: it did not fail, but was stopped."""
         settings = self._settings
         possible = len(self._kept) + len(self._playing)
         if possible >= settings.size:

@@ -112,6 +112,8 @@ class Episode:
         """So far, of this try."""
         self.given_up = False
         """It got nowhere, and it alone, as when the engines refuse to serve it: another attempt may do better."""
+        self.hopeless = False
+        """It failed before its first turn, and not by chance: another attempt begins with the same and fails alike."""
         self._house = house
         self._arena = arena
         self._outside = msgspec.structs.replace(arena.outside, trajectory=self.id)
@@ -242,6 +244,7 @@ class Episode:
             except EnvironmentFailed as failure:
                 self._drop_environment()
                 if not failure.retry or self._try == settings.retries:
+                    self.hopeless = not failure.retry and not self.turns
                     return _End(Ending.ENV_FAILED, str(failure))
             self._require_wanted()
             await asyncio.sleep(self._pause_s())

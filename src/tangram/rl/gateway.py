@@ -58,7 +58,7 @@ SESSIONS_MAX = 65_536
 SUSPECT_DEATHS, GIVE_UP_DEATHS = 2, 3
 """Of engines with a request inside. After two it is a suspect, and no two suspects are served at once, so that the
 third death tells the one that kills from those that happened to be there; that one is given up, and its deaths do not
-count against the engines."""
+count against the engines, unless these serve nobody else either (GIVEN_UP_MAX of keeper.py)."""
 
 
 class _Home(NamedTuple):
@@ -213,7 +213,11 @@ class Gateway:
                 keeper = await self._place(rest)
                 life = keeper.life
                 waited_s += loop.time() - began_s
-                found = await self._served(keeper, rest)
+                try:
+                    found = await self._served(keeper, rest)
+                except RequestRefused as refusal:
+                    keeper.turned_away(life, str(refusal))
+                    raise
                 if isinstance(found, Generation):
                     return joined([*pieces, found], waited_s)
                 self._blame(request, keeper, life, visits, found)
@@ -257,7 +261,7 @@ class Gateway:
             door.cancel()
             keeper.load -= load
             keeper.requests -= 1
-        keeper.served += 1
+        keeper.answered()
         if request.session:
             tokens = len(request.tokens) + len(generation.tokens)
             self._homes[request.session] = _Home(keeper, epoch, tokens)
@@ -278,8 +282,8 @@ class Gateway:
         visits.append((keeper, life))
         if len(visits) < GIVE_UP_DEATHS:
             return
-        for visited, its_life in visits:
-            visited.forgive(its_life)
+        for visited in dict.fromkeys(visited for visited, _ in visits):
+            visited.forgive([its_life for other, its_life in visits if other is visited])
         names = tuple(visited.name for visited, _ in visits)
         raise RequestGivenUp(request.id, len(visits), names, last)
 

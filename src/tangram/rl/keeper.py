@@ -3,7 +3,8 @@
 Owns the life of the engine: nobody else starts, updates or closes it, and it does these one after the other, so that
 updates, deaths, restarts and the end cannot race. Never routes, and never sees a token. Promises that its engine has
 the newest weights whenever it begins to serve, that it stands still for new ones only to switch to them, that a death
-leads to a restart or to a removal, and that whoever waits for it is told of every change. An engine that refuses
+leads to a restart or to a removal, that an engine which serves nobody is removed though it starts well each time, and
+that whoever waits for it is told of every change. An engine that refuses
 weights and keeps its old ones goes on serving: what becomes of it then depends on what the others did, so its gateway
 decides.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +35,12 @@ from tangram.rl.gateway_records import (
 BACKOFF_S, BACKOFF_S_MAX = 0.2, 30.0
 """Before the first restart, doubled with every death within the window: an engine that dies at once should not take a
 core for dying, one that died of bad luck should be back soon."""
+GIVEN_UP_MAX = 5
+"""Requests in a row that were given up because the engine died with them, while it served no other: from then on it is
+the engine that kills, not they. One that answers a probe and fails at everything else would go on for ever."""
+REFUSED_MAX = 32
+"""Requests in a row that it refused while it served none, after which it counts as dead: more than the members of a
+group and those that take their places usually are, as what is wrong with one is wrong with all of them."""
 CLOSE_S_MAX = 30.0
 """An engine that does not even end is left to itself."""
 WORLD = (TangramError, OSError)
@@ -79,6 +87,9 @@ class Keeper:
         self.load = 0
         self.requests = 0
         self.served = 0
+        self._served_s = -math.inf
+        """When it did last. In a row since then, with none served:"""
+        self._given_up = self._turned_away = 0
         self.closed_life = 0
         """The last life that we ended: what was inside then did not kill it."""
         self._limits = limits
@@ -157,9 +168,27 @@ class Keeper:
             self._become(State.DOWN, reason)
             self._wake.set()
 
-    def forgive(self, life: int) -> None:
-        """It was a request that killed it: this death does not count."""
-        self._forgiven.add(life)
+    def answered(self) -> None:
+        """It served a request."""
+        self.served += 1
+        self._served_s = asyncio.get_running_loop().time()
+        self._given_up = self._turned_away = 0
+
+    def forgive(self, lives: Collection[int]) -> None:
+        """It was a request that killed it in these lives, so that they do not count. But if it is said of one request
+        after the other and none is served, then it was not they."""
+        self._given_up += 1
+        if self._given_up < GIVEN_UP_MAX:
+            self._forgiven.update(lives)
+        else:
+            self._forgiven.clear()
+
+    def turned_away(self, life: int, reason: str) -> None:
+        """It refused a request, and lives."""
+        self._turned_away += 1
+        if self._turned_away >= REFUSED_MAX:
+            self.lost(life, f"it refused {self._turned_away} requests in a row and served none; the last: {reason}")
+            self._turned_away = 0
 
     def closed(self) -> None:
         if self.state is not State.CLOSED:
@@ -308,11 +337,15 @@ class Keeper:
         # Only now: whoever was inside has said meanwhile whether it is to blame.
         recent = self._recent(now_s)
         if recent >= self._limits.deaths_max:
-            self._remove(f"died {recent} times within {self._limits.window_s:g} s; the last time: {reason}")
+            within = (
+                f"within {self._limits.window_s:g} s" if self._served_s > self._deaths[0].at_s else "and served nobody"
+            )
+            self._remove(f"died {recent} times {within}; the last time: {reason}")
 
     def _recent(self, now_s: float) -> int:
-        """Deaths within the window for which nobody else is to blame."""
-        begin_s = now_s - self._limits.window_s
+        """Deaths for which nobody else is to blame, within the window or since it last served a request: one that dies
+        of every request may take longer for it than the window is."""
+        begin_s = min(now_s - self._limits.window_s, self._served_s)
         self._deaths = [death for death in self._deaths if death.at_s > begin_s]
         return sum(death.life not in self._forgiven for death in self._deaths)
 

@@ -4,7 +4,8 @@ Owns the arithmetic; pure. Of members and groups that are played besides, the fi
 stopped. That costs what was done in vain, and it prefers what ends soon: short answers, few turns, fast environments.
 Both are reported from the records alone, for each task and for all: `waste` is the share of all that was done in vain,
 and `kept` stands beside `cancelled`. A trajectory that was cancelled tells its length so far, which is less than it
-would have become; that is said by `turns` and `tokens` being lower bounds on that side.
+would have become; that is said by `turns` and `tokens` being lower bounds on that side. So is its engine time: how long
+a request that was aborted had waited in its engine is not told, so that only answers count.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     environment_s: float = 0.0
     """In which environments were asked, waiting for a place left out."""
     engine_s: float = 0.0
-    """In which requests were in engines, waiting left out; each counts for itself, as several share a step."""
+    """Of the turns that there are, as engines told it, waiting left out; each counts for itself, as several share a
+    step. At least that much: what was aborted, and the turns before a retry, are not in it."""
     rewarded: int = 0
     reward_sum: float = 0.0
 
@@ -94,7 +96,7 @@ class RedundancyReport(msgspec.Struct, frozen=True, kw_only=True):
             waste = fates.waste
             said.append(
                 f"{name}: in vain {waste.tokens:.1%} of tokens, {waste.environment_s:.1%} of environment time,"
-                f" {waste.engine_s:.1%} of engine time"
+                f" at least {waste.engine_s:.1%} of engine time"
             )
             said += [
                 f"  {fate:<9} {side.trajectories:>6} trajectories, turns {_number(side.turns_mean)},"
@@ -138,7 +140,7 @@ def _side(trajectory: Trajectory) -> Side:
         turns=len(trajectory.turns),
         tokens=sum(len(turn.tokens) for turn in trajectory.turns),
         environment_s=sum(spent[stage] for stage in ENVIRONMENT),
-        engine_s=spent[Stage.GENERATE],
+        engine_s=sum(turn.prefill_s + turn.decode_s for turn in trajectory.turns),
         rewarded=int(trajectory.reward is not None),
         reward_sum=trajectory.reward or 0.0,
     )

@@ -175,6 +175,14 @@ def settings_for(task: object, settings: RewardSettings) -> RewardSettings:
     return msgspec.structs.replace(usual, timeout_s=settings.timeout_s, retries=settings.retries)
 
 
+def in_words(settings: RewardSettings) -> str:
+    """Who says it, of settings with a kind."""
+    who: list[str] = [settings.kind]
+    who += [f"of service {settings.service}"] if settings.service else []
+    who += [f"by {settings.function}"] if settings.function else []
+    return " ".join(who)
+
+
 def missing_for(reward: Reward, environment: Environment) -> str:
     """What such a reward needs of this environment and does not find; nothing, if it can be had."""
     missing: str = getattr(reward, "missing", lambda _: "")(environment)

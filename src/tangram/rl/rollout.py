@@ -47,6 +47,9 @@ STOPPED_CAUSE, INTERRUPTED_CAUSE = "the rollout was stopped", "the rollout was i
 BARREN_MAX = 16
 """Groups of a task that may end without members one after another, or twice as many as are played at once: what goes
 wrong then goes wrong always. Those that we stopped, or that lost members by their age, do not count."""
+HOPELESS_MAX = 2
+"""The same of groups all of whose members failed before their first turn for a reason that stays, such as an
+observation for which there is no room: these are no bad luck."""
 
 
 class Watches(Protocol):
@@ -169,7 +172,8 @@ class Rollout:
         self._version_min_cause = ""
         self._suspects: dict[str, _Suspect] = {}
         self._barren: dict[str, int] = {}
-        """By task: groups in a row that ended without members."""
+        """By task: groups in a row that ended without members, and of these, the last that were hopeless:"""
+        self._hopeless: dict[str, int] = {}
         self._flights: set[Flight] = set()
         self._counts: dict[str, dict[str, int]] = {}
         self._endings: dict[str, dict[str, int]] = {}
@@ -359,9 +363,11 @@ class Rollout:
 
     def require_fruit(self, group: Group, row_max: int = BARREN_MAX) -> None:
         """Of a group that has ended. Raises ManagerError, once, if it ended without members and more than `row_max` of
-        its task did so one after another."""
+        its task did so one after another, or more than HOPELESS_MAX by no chance."""
+        if self._hopeless.get(group.task, 0) > HOPELESS_MAX:
+            row_max = min(row_max, HOPELESS_MAX)
         if not group.members and self._barren.get(group.task, 0) > row_max:
-            self._barren[group.task] = 0
+            self._barren[group.task] = self._hopeless[group.task] = 0
             raise ManagerError(
                 f"task {group.task}: {row_max + 1} groups in a row ended without members; the last: {group.cause}"
             )
@@ -428,9 +434,10 @@ class Rollout:
     def _group_ended(self, group: Group) -> None:
         band = self._bands.pop(group.id)
         if group.members:
-            self._barren[group.task] = 0
+            self._barren[group.task] = self._hopeless[group.task] = 0
         elif band.failed:
             self._barren[group.task] = self._barren.get(group.task, 0) + 1
+            self._hopeless[group.task] = self._hopeless.get(group.task, 0) + 1 if band.hopeless else 0
         if self._watch is not None:
             self._watch.group(group)
 

@@ -15,6 +15,7 @@ record that is there is valid, however it was made.
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,9 +33,21 @@ Backend = Literal["sandbox", "process", "docker"]
 
 CONTEXT_MAX = 1 << 20
 """Tokens of any model of ours: the angles of all positions are held in memory."""
+KINDS_BY_KEY = {"function": ("function", "command", "model"), "service": ("model", "teacher")}
+"""Which rewards use a key of theirs."""
 TEMPERATURE = number("a number from 0 to 100", zero=True, most=100.0)
 SHARE = number("more than 0, at most 1", most=1.0)
 POSITIVE = number("a number above 0")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not set("{} ") & set(url)
+        )
+    except ValueError:  # of a port that is no number, or brackets that are not closed
+        return False
 
 
 class EngineSettings(Table, frozen=True, kw_only=True):
@@ -57,10 +70,10 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     key_variable: valid.Text = ""
     """Of a server: the environment variable that holds its key."""
     silent_s_max: valid.Seconds = 120.0
-    """Of a server: one that says nothing for so long while it serves a request counts as dead. One of dialect `sglang`
-    says nothing before its answer is whole."""
+    """Of a server: one that says nothing for so long while it serves a request counts as dead, and so does one that has
+    no place for any request for so long. One of dialect `sglang` says nothing before its answer is whole."""
     slots: valid.Count = 16
-    """Requests that are served at once."""
+    """Requests that are served at once; a server is asked no more than these, and the others wait."""
     sessions: valid.CountOr0 = 128
     """Trajectories between two turns whose tokens are kept besides, so that they are not read again: as many as are
     open at once. They take memory as far as there are so many."""
@@ -80,6 +93,9 @@ class EngineSettings(Table, frozen=True, kw_only=True):
     def together(self) -> None:
         if (self.kind == "openai") != bool(self.url):
             raise InvalidConfig("url", self.url, 'an address for kind = "openai", and none for others')
+        if self.url and not _is_address(self.url.replace("{number}", "0")):
+            expected = "an address such as http://localhost:8000, in which {number} is the only mark"
+            raise InvalidConfig("url", self.url, expected)
         if self.kind == "process" and self.context_max > CONTEXT_MAX:
             raise InvalidConfig("context_max", self.context_max, f"at most {CONTEXT_MAX}")
 
@@ -105,6 +121,12 @@ class RewardSettings(Table, frozen=True, kw_only=True):
             raise InvalidConfig("function", self.function, "`module:name` of the function that rewards")
         if self.kind in ("model", "teacher") and not self.service:
             raise InvalidConfig("service", self.service, "the name of a model service")
+        for key, kinds in KINDS_BY_KEY.items():
+            # It would be ignored, and the policy trained on another reward than was meant.
+            if getattr(self, key) and self.kind not in kinds:
+                set_it = " or ".join(f'kind = "{kind}"' for kind in kinds)
+                expected = f'{set_it} beside it: kind = "{self.kind}" does not use it'
+                raise InvalidConfig(key, getattr(self, key), expected)
 
 
 class TaskSettings(Table, frozen=True, kw_only=True):

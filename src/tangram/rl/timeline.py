@@ -11,7 +11,10 @@ Owns the arithmetic; pure. Time is counted in whole nanoseconds, so that parts a
                       that have ended, the buffer: the trainer has yet to take them. If there are none at all, nobody
                       gave anything to play; before the first that is the start of the run, after the last its end.
 
-`lane` makes a trajectory's activities of its spans; `timeline` all the rest.
+Of a request that was aborted nobody tells how long it waited in its engine: all of its time there counts as a try that
+brought nothing (`failed`), and the engines as busy with it.
+
+`lane` makes a trajectory's activities of its spans, `timeline` all the rest, and `logged` both of a log.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import msgspec
 from tangram.errors import InvalidTrace
 from tangram.rl.printable import plain
 from tangram.rl.records import Span, Stage, Trajectory
+from tangram.rl.trajectory_log import GroupClosing, Reading
 
 SECOND = 1_000_000_000
 SECONDS_MAX = 1e9
@@ -305,6 +309,37 @@ def buffered(trajectory: Trajectory, until_s: float) -> Trajectory:
 
 
 # ---- all of it --------------------------------------------------------------------------------------------------
+
+
+def logged(reading: Reading) -> Timeline:
+    """Of a log. Raises InvalidTrace, which names the file and the line."""
+    trajectories: dict[str, Trajectory] = {}
+    ended_s = 0.0
+    for record in reading:
+        if isinstance(record, Trajectory):
+            trajectories[record.id] = record
+        elif isinstance(record, GroupClosing):
+            ended_s = max(ended_s, record.at_s)
+            for each in record.members:
+                if each in trajectories:
+                    trajectories[each] = buffered(trajectories[each], record.at_s)
+    try:
+        return timeline(trajectories.values(), ended_s)
+    except InvalidTrace as error:
+        raise _placed(error, reading) from error
+
+
+def _placed(error: InvalidTrace, reading: Reading) -> InvalidTrace:
+    """Where in the log it is: it is read once more, which nobody minds who has to mend it."""
+    for record in reading:
+        try:
+            if isinstance(record, Trajectory):
+                lane(record)
+            elif isinstance(record, GroupClosing):
+                _time(record.at_s, f"{plain(record.id)} at_s")
+        except InvalidTrace as here:
+            return InvalidTrace(f"{reading.path}:{reading.line} {here.field}", here.value, here.expected)
+    return InvalidTrace(f"{reading.path} {error.field}", error.value, error.expected)
 
 
 def timeline(trajectories: Iterable[Trajectory], ended_s: float = 0.0) -> Timeline:

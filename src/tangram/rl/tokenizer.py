@@ -8,6 +8,7 @@ again, so the template is only ever asked for what stands between two answers.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tangram.errors import InvalidConfig, ManagerError
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for an answer where a template is asked what follows one. No template puts it there itself."""
+GENERATING = "generation_config.json"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -34,7 +36,7 @@ class _Generating(msgspec.Struct, frozen=True):
 
 def _ends(folder: Path) -> tuple[int, ...]:
     """More tokens that end an answer, as those who trained the model wrote down."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATING
     if not path.is_file():
         return ()
     try:
@@ -66,9 +68,10 @@ class TextCodec:
         self._chats = bool(self._tokenizer.chat_template)
 
     def save(self, folder: Path) -> None:
-        """As it was read. Raises ManagerError."""
+        """As it was read, with all tokens that end an answer. Raises ManagerError."""
         try:
             self._tokenizer.save_pretrained(str(folder))
+            (folder / GENERATING).write_bytes(msgspec.json.encode(_Generating(self.stop)))
         except Exception as error:  # tokenizers raises a bare one for a disk that is full
             raise ManagerError(f"the tokenizer cannot be written to {folder}: {error}") from error
 
@@ -83,7 +86,7 @@ class TextCodec:
         return str(self._tokenizer.decode([token])) if 0 <= token < self.size else ""
 
     def written(self, text: str) -> tuple[int, ...]:
-        return (*self._ids(text, marks=False), self.stop[0])
+        return (*self._ids(text, marks=False), self._end if self._end is not None else self.stop[0])
 
     def _rendered(self, text: str, *, first: bool, cut: bool) -> str:
         if not self._chats:
@@ -91,9 +94,23 @@ class TextCodec:
         message = {"role": "user", "content": text}
         if first:
             return self._template([message])
+        after = self._after(message)
+        return after if cut or self._end is None else after.removeprefix(self.token(self._end))
+
+    @functools.cached_property
+    def _end(self) -> int | None:
+        """The token that ends an answer in the template, which need not be eos_token; None: there is no template, or it
+        puts none there."""
+        if not self._chats:
+            return None
+        after = self._after({"role": "user", "content": ""})
+        found = [token for token in self.stop if (text := self.token(token)) and after.startswith(text)]
+        return max(found, key=lambda token: len(self.token(token)), default=None)
+
+    def _after(self, message: dict[str, str]) -> str:
+        """What stands after an answer, if this message follows."""
         whole = self._template([{"role": "user", "content": ""}, {"role": "assistant", "content": MARK}, message])
-        after = whole.split(MARK, 1)[1]
-        return after if cut else after.removeprefix(self._tokenizer.eos_token)
+        return whole.split(MARK, 1)[1]
 
     def _template(self, messages: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from tangram.errors import InvalidInput
 from tangram.rl.metrics_log import METRICS_FILE, read_metrics
-from tangram.rl.records import Trajectory
-from tangram.rl.timeline import Timeline, buffered, timeline
+from tangram.rl.timeline import logged
 from tangram.rl.training_report_page import report_page
 from tangram.rl.training_report_run import Run
 from tangram.rl.training_report_sections import Played
-from tangram.rl.trajectory_log import GroupClosing, read
+from tangram.rl.trajectory_log import read
 from tangram.sim.whole_file import check_writable, whole_file
 
 REPORT_FILE = "report.html"
@@ -49,20 +48,6 @@ def played(folder: Path) -> Played | None:
     if length > LOG_BYTES_MAX:
         return Played(log=logs[-1], why=f"they take {length >> 20:,} MiB, which is more than the report reads")
     try:
-        return Played(log=logs[-1], timeline=_timeline(logs[-1]))
+        return Played(log=logs[-1], timeline=logged(read(logs[-1])))
     except InvalidInput as error:
         return Played(log=logs[-1], why=str(error))
-
-
-def _timeline(log: Path) -> Timeline:
-    trajectories: dict[str, Trajectory] = {}
-    ended_s = 0.0
-    for record in read(log):
-        if isinstance(record, Trajectory):
-            trajectories[record.id] = record
-        elif isinstance(record, GroupClosing):
-            ended_s = max(ended_s, record.at_s)
-            for each in record.members:
-                if each in trajectories:
-                    trajectories[each] = buffered(trajectories[each], record.at_s)
-    return timeline(trajectories.values(), ended_s)

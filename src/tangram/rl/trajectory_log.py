@@ -311,6 +311,8 @@ class Reading:
         self.path = Path(path)
         self.torn = ""
         """Known after an iteration: what there is of a line without its end, in words; empty if there is none."""
+        self.line = 0
+        """Of the record that an iteration gave last."""
         with self._opened() as file:
             self.header = self._header(_Lines(file, self.path))
 
@@ -320,7 +322,8 @@ class Reading:
             self._header(lines)
             for text in lines:
                 if text.strip():
-                    yield self._record(lines.number, text)
+                    self.line = lines.number
+                    yield self._record(self.line, text)
             self.torn = lines.torn
 
     def trajectories(self) -> list[Trajectory]:

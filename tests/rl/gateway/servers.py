@@ -28,6 +28,7 @@ class ModelServer:
         """Whether it takes weights."""
         self.scaled = scaled
         """Whether its log-probabilities are those after the temperature."""
+        self.vocabulary = VOCABULARY
         self.calls: list[tuple[str, Any]] = []
         self.fault = ""
         self.fault_after = 2
@@ -37,8 +38,13 @@ class ModelServer:
         """So many times it answers with that status; None: always."""
         self.words = "as you like"
         self.busy = 0
-        """So many times it has no place."""
-        self.inside = 0
+        """So many times it has no place; -1: always."""
+        self.places: int | None = None
+        """Requests that it takes at once; None: all."""
+        self.turned_away = 0
+        self.retry_after = ""
+        """What it says then."""
+        self.inside = self.inside_most = 0
         self.hung_up = 0
         self.aborted: list[str] = []
         self.weights = "none"
@@ -46,6 +52,8 @@ class ModelServer:
         self.refuse_reset = False
         self.stop_token: int | None = None
         self.hides_stop = False
+        self.done = b"data: [DONE]\n\n"
+        """How it ends a stream."""
         self._running = asyncio.Event()
         self._running.set()
         self._abort_by_id: dict[str, asyncio.Event] = {}
@@ -106,13 +114,16 @@ class ModelServer:
         return web.json_response({"success": True, "message": "done"})
 
     async def _write(self, request: web.Request, body: Any) -> web.StreamResponse:
-        if self.busy:
-            self.busy -= 1
-            return web.Response(status=429, text="later")
+        if self.busy or (self.places is not None and self.inside >= self.places):
+            self.busy -= self.busy > 0
+            self.turned_away += 1
+            headers = {"Retry-After": self.retry_after} if self.retry_after else {}
+            return web.Response(status=429, text="later", headers=headers)
         if self.status != 200 and self.unlucky != 0:
             self.unlucky = self.unlucky - 1 if self.unlucky is not None else None
             return web.Response(status=self.status, text=self.words)
         self.inside += 1
+        self.inside_most = max(self.inside, self.inside_most)
         try:
             if request.path == "/generate":
                 return await self._generate(request, body)
@@ -124,7 +135,7 @@ class ModelServer:
             self.inside -= 1
 
     def _token(self, position: int) -> int:
-        return 5 + position * 7 % (VOCABULARY - 5)
+        return 5 + position * 7 % (self.vocabulary - 5)
 
     def _logprob(self, temperature: float) -> float:
         return -1.25 / temperature if self.scaled and temperature else -1.25
@@ -173,7 +184,7 @@ class ModelServer:
                 await say(choice | {"finish_reason": None})
         usage = {"prompt_tokens": first, "prompt_tokens_details": {"cached_tokens": first // 2}}
         await say(None, usage=usage)
-        await response.write(b"data: [DONE]\n\n")
+        await response.write(self.done)
         return response
 
     def _spoil(self, choice: dict[str, Any], number: int) -> None:
@@ -193,7 +204,7 @@ class ModelServer:
             case "null":
                 choice["logprobs"]["token_logprobs"] = [None]
             case "aborted":
-                choice["finish_reason"] = "abort"
+                choice["finish_reason"] = self.words
             case "too many" | "after the end" | "" | _:
                 pass
 
@@ -266,7 +277,7 @@ class ModelServer:
             case "null":
                 told[0][0] = None
             case "aborted":
-                meta["finish_reason"] = {"type": "abort"}
+                meta["finish_reason"] = {"type": self.words}
             case "too many":
                 extra = [[-1.0, 9, None]]
                 answer["output_ids"], meta["output_token_logprobs"] = [*ids, 9], told + extra

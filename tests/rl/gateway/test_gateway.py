@@ -10,8 +10,9 @@ import pytest
 from tests.rl.gateway.conftest import Rig, a_request, at_gateway, drawn, fake, play, until, weights
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.rl.engines.base import EngineDied, Generation, Request, Weights
+from tangram.rl.engines.base import EngineDied, Generation, Request, RequestRefused, Weights
 from tangram.rl.engines.fake import FakeEngine
+from tangram.rl.engines.openai import Unreachable
 from tangram.rl.gateway import GIVE_UP_DEATHS, READ_AGAIN, Gateway
 from tangram.rl.gateway_records import (
     CameBack,
@@ -28,6 +29,7 @@ from tangram.rl.gateway_records import (
     State,
     said,
 )
+from tangram.rl.keeper import GIVEN_UP_MAX, REFUSED_MAX
 
 # ---- routing ----
 
@@ -340,6 +342,84 @@ def test_a_request_that_kills_engines_is_given_up_and_nobody_else_is(engines: in
         await until(lambda: all(kept.state is State.SERVING for kept in rig.gateway.statistics().engines))
 
     at_gateway(test, *(fake(f"e{number}") for number in range(engines)), deaths_max=3)
+
+
+def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_each_time() -> None:
+    async def test(rig: Rig) -> None:
+        watch = poisoned(rig)
+        requests = [a_request(tokens_max=30, task="poison") for _ in range(40)]
+        found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        watch.cancel()
+        given_up = [each for each in found if isinstance(each, RequestGivenUp)]
+        assert len(given_up) == GIVEN_UP_MAX
+        assert sum(isinstance(each, NoEngine) for each in found) == len(requests) - GIVEN_UP_MAX
+        (removed,) = rig.told(EngineRemoved)
+        assert "and served nobody; the last time: engine a: a bad token" in removed.reason
+        assert len(rig.told(EngineLost)) <= GIVEN_UP_MAX + GIVE_UP_DEATHS
+
+    at_gateway(test, fake("a"), deaths_max=3)
+
+
+def test_requests_that_kill_an_engine_which_serves_others_in_between_do_not_remove_it() -> None:
+    async def test(rig: Rig) -> None:
+        watch = poisoned(rig)
+        for _ in range(2 * GIVEN_UP_MAX):
+            with pytest.raises(RequestGivenUp):
+                await rig.gateway.generate(a_request(tokens_max=30, task="poison"))
+            await rig.gateway.generate(a_request(tokens_max=2))
+        watch.cancel()
+        assert rig.told(EngineRemoved) == []
+
+    at_gateway(test, fake("a"), deaths_max=3)
+
+
+class Crowded(FakeEngine):
+    """Has no place for anybody, and says so late."""
+
+    async def generate(self, request: Request) -> Generation:
+        await asyncio.sleep(500.0)
+        raise Unreachable(self.name, "no place", None)
+
+
+def test_an_engine_that_serves_nobody_between_its_deaths_is_removed_however_rarely_it_dies() -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(NoEngine, match=r"died 3 times and served nobody; the last time: engine a: no place"):
+            await rig.gateway.generate(a_request())
+
+    at_gateway(test, Crowded(drawn, name="a"), deaths_max=3, deaths_window_s=300.0)
+
+
+class Choosy(FakeEngine):
+    """Refuses what is of task `refused`, and lives."""
+
+    async def generate(self, request: Request) -> Generation:
+        if request.task == "refused":
+            await asyncio.sleep(0.1)
+            raise RequestRefused(self.name, "it said 500: no")
+        return await super().generate(request)
+
+
+def test_an_engine_that_refuses_every_request_is_removed() -> None:
+    async def test(rig: Rig) -> None:
+        for _ in range(3 * REFUSED_MAX):
+            with pytest.raises(RequestRefused):
+                await rig.gateway.generate(a_request(task="refused"))
+        with pytest.raises(NoEngine, match=rf"it refused {REFUSED_MAX} requests in a row and served none.*500: no"):
+            await rig.gateway.generate(a_request(task="refused"))
+
+    at_gateway(test, Choosy(drawn, name="a"), deaths_max=3)
+
+
+def test_an_engine_that_serves_others_may_refuse_as_many_as_it_likes() -> None:
+    async def test(rig: Rig) -> None:
+        for number in range(5 * REFUSED_MAX):
+            with pytest.raises(RequestRefused):
+                await rig.gateway.generate(a_request(task="refused"))
+            if number % (REFUSED_MAX - 1) == 0:
+                await rig.gateway.generate(a_request(tokens_max=1))
+        assert rig.told(EngineLost) == []
+
+    at_gateway(test, Choosy(drawn, name="a"))
 
 
 # ---- aborts ----

@@ -15,6 +15,7 @@ from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.assembly import require_trainable_engines
 from tangram.rl.engines import openai
 from tangram.rl.engines.base import EngineDied, Noise, Request, RequestRefused, Sampling, Weights
+from tangram.rl.engines.line import Line
 from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, OpenAIEngine, Unreachable, seed_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.settings import EngineSettings
@@ -25,8 +26,8 @@ ALL = pytest.mark.parametrize("dialect", ["vllm", "sglang", "plain"])
 
 
 def engine_at(url: str, dialect: str = "vllm", **options: Any) -> OpenAIEngine:
-    silent_s_max = options.pop("silent_s_max", 20.0)
-    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, silent_s_max=silent_s_max)
+    given = {"silent_s_max": 20.0} | {key: options.pop(key) for key in ("silent_s_max", "slots") if key in options}
+    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, **given)
     return OpenAIEngine(settings, **({"dialect": dialect} | options))
 
 
@@ -102,8 +103,10 @@ def test_an_action_ends_with_the_token_that_ends_it() -> None:
         found = await engine.generate(a_request(tokens_max=10))
         assert (found.tokens[-1], len(found.tokens), found.finish) == (STOP, 3, "stop")
         server.hides_stop = True
-        with pytest.raises(InvalidInput, match="also the token at which the server ends by itself"):
+        with pytest.raises(RequestRefused, match=r"by itself at token \d+, .*one of \[1\]: .*generation_config\.json"):
             await engine.generate(a_request(tokens_max=10))
+        server.hides_stop = False
+        assert (await engine.generate(a_request(tokens_max=10))).finish == "stop", "it goes on with others"
 
     with_server(test)
 
@@ -377,7 +380,6 @@ def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> 
         ("null", "no log-probability: None"),
         ("after the end", "more than the 6 tokens"),
         ("error inside", "EngineDeadError"),
-        ("aborted", "ended by 'abort'"),
         ("text", "without the ids"),
     ],
 )
@@ -417,7 +419,6 @@ def test_a_stream_that_goes_wrong_kills_the_engine_and_what_was_sound_survives(f
         ("positive", "no log-probability"),
         ("null", "no log-probability"),
         ("error inside", "no sense"),
-        ("aborted", "ended by 'abort'"),
         ("text", "without the ids"),
     ],
 )
@@ -426,9 +427,35 @@ def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str)
         server.fault = fault
         with pytest.raises(EngineDied, match=words) as died:
             await engine.generate(a_request(tokens_max=6))
-        assert died.value.written is None or fault == "aborted"
+        assert died.value.written is None
 
     with_server(test, "sglang", silent_s_max=0.5 if fault == "silent" else 20.0)
+
+
+@BOTH
+@pytest.mark.parametrize("finish", ["abort", "tool_calls", "content_filter"])
+def test_an_answer_that_ends_oddly_costs_its_request_alone(dialect: str, finish: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault, server.words = "aborted", finish
+        with pytest.raises(RequestRefused, match=f"ended the answer by '{finish}'"):
+            await engine.generate(a_request(tokens_max=6))
+        server.fault = ""
+        assert (await engine.generate(a_request(tokens_max=2))).tokens, "it was not closed"
+
+    with_server(test, dialect)
+
+
+@pytest.mark.parametrize(
+    "done", [b"data:[DONE]\n\n", b"data: [DONE]", b"data:[DONE]", b"event: end\r\ndata: [DONE]\r\n", b""]
+)
+def test_the_end_of_a_stream_may_be_said_in_several_ways(done: bytes) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.done = done
+        request = a_request(tokens_max=3)
+        found = await engine.generate(request)
+        assert (found.tokens, found.reused) == (tokens_of(server, request), 5)
+
+    with_server(test)
 
 
 @pytest.fixture
@@ -487,7 +514,9 @@ def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> N
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         request = a_request(tokens_max=20)
         wrong = next(token for token in tokens_of(server, request) if token >= 50)
-        with pytest.raises(EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50"):
+        with pytest.raises(
+            EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50: policy.checkpoint"
+        ):
             await engine.generate(request)
 
     with_server(test, dialect, vocabulary=50)
@@ -500,6 +529,87 @@ def test_a_server_that_has_no_place_is_asked_again() -> None:
         assert (await engine.generate(request)).tokens == tokens_of(server, request)
 
     with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_that_has_place_for_one_serves_all_one_after_the_other() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.places = 1
+        requests = [a_request(tokens_max=4) for _ in range(openai.TRIES + 3)]
+        found = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert [each.tokens for each in found] == [tokens_of(server, request) for request in requests]
+        assert server.turned_away > 0
+
+    with_server(test)
+
+
+def test_no_more_requests_than_slots_are_asked_at_once_and_waiting_is_told() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate(a_request(tokens_max=3))) for _ in range(6)]
+        await until(lambda: server.inside == 2)
+        assert (engine.statistics().active, engine.statistics().waiting) == (2, 4)
+        found = await asyncio.gather(*tasks)
+        assert server.inside_most == 2
+        assert max(each.waiting_s for each in found) > min(each.waiting_s for each in found)
+        assert (engine.statistics().active, engine.statistics().waiting) == (0, 0)
+
+    with_server(test, slots=2)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(line: Line, seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Line, "pause", pause)
+
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        for retry_after, least_s in (("7", 7.0), ("1000000", openai.RETRY_AFTER_S_MAX)):
+            server.busy, server.retry_after = 1, retry_after
+            assert (await engine.generate(a_request(tokens_max=2))).tokens
+            assert least_s <= pauses.pop() <= least_s + openai.PAUSE_S and not pauses
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_without_place_for_anybody_is_dead_after_a_while() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.busy = -1
+        with pytest.raises(Unreachable, match="had no place for anybody for 2 s: it said 429: later"):
+            await engine.generate(a_request())
+        assert server.turned_away > 1
+
+    with_server(test, silent_s_max=2.0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_request_that_pauses_when_the_engine_is_closed_dies_with_it(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        monkeypatch.setattr(openai, "PAUSE_S", 2.0 * DEADLINE_S)
+        monkeypatch.setattr(openai, "PAUSE_S_MAX", 2.0 * DEADLINE_S)
+        server.status, server.unlucky = 503, 1
+        pausing = asyncio.create_task(engine.generate(a_request()))
+        await until(lambda: server.unlucky == 0)
+        served = asyncio.create_task(engine.generate(a_request(tokens_max=5000)))
+        queued = asyncio.create_task(engine.generate(a_request()))
+        await until(lambda: server.inside == 1)
+        await engine.close()
+        if again:
+            await engine.start(weights(2))
+        for task in (pausing, queued):
+            with pytest.raises(Unreachable, match="it was closed meanwhile"):
+                await task
+        with pytest.raises(EngineDied, match="it was closed meanwhile"):
+            await served
+        if again:
+            assert (await engine.generate(a_request(tokens_max=2))).versions == (2, 2), "the new life goes on"
+
+    with_server(test, slots=2)
 
 
 def test_silence_while_it_is_suspended_is_no_death() -> None:
@@ -546,6 +656,15 @@ def test_a_dialect_that_nobody_speaks_is_refused() -> None:
         engine_at("http://127.0.0.1:1", "esperanto")
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["localhost", "localhost:8000", "http://", "http://[::1", "http://node:{port}", "http://node:99999", "http://a b"],
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"url: expected an address such as http://localhost:8000"):
+        EngineSettings(kind="openai", url=url)
+
+
 def test_one_table_describes_several_servers() -> None:
     settings = EngineSettings(name="server", count=3, kind="openai", url="http://node-{number}:8000/")
     engine = OpenAIEngine(settings, 2)
@@ -553,6 +672,26 @@ def test_one_table_describes_several_servers() -> None:
 
 
 # ---- behind a gateway ----
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
+            gateway = Gateway([engine_at(server.url, slots=3)])
+            await gateway.start(weights())
+            server.status, server.unlucky = 503, 3
+            tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=30))) for _ in range(7)]
+            await until(lambda: server.inside == 3)
+            server.fault, server.fault_after = "dropped", 0
+            await until(lambda: server.inside < 3)
+            server.fault, server.status, server.unlucky = "", 503, 3
+            found = await asyncio.gather(*tasks)
+            assert [len(each.tokens) for each in found] == [30] * 7
+            assert gateway.statistics().engines[0].lives >= 2
+            await gateway.close()
+
+    asyncio.run(main())
 
 
 def test_behind_a_gateway_a_request_survives_its_server() -> None:

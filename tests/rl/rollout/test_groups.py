@@ -10,8 +10,9 @@ import pytest
 from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, settings, ticket
 
 from tangram.clock import VirtualLoop
+from tangram.errors import ManagerError
 from tangram.rl.records import Ending, Group, Stage
-from tangram.rl.rollout import Rollout
+from tangram.rl.rollout import HOPELESS_MAX, Collected, Rollout, tickets
 from tangram.rl.settings import GroupSettings
 
 
@@ -190,3 +191,41 @@ def test_a_hung_environment_delays_only_itself() -> None:
     assert ends[1] == ends[2] == pytest.approx(3.0, abs=1e-3)
     assert ends[0] == pytest.approx(101.0, abs=1e-3)
     assert len(group.members) == 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "context_max", "said"),
+    [
+        (Plan(says="look " * 300), 256, "the first observation, of 301 tokens, leaves no room.*raise context_max"),
+        (Plan(says="mumble"), 256, "it said what the policy cannot read: 'mumble'"),
+    ],
+)
+def test_what_fails_before_the_first_turn_for_a_reason_that_stays_is_given_up_early(
+    plan: Plan, context_max: int, said: str
+) -> None:
+    """No other attempt takes its place, and a few such groups in a row end the rollout."""
+
+    async def playing() -> World:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        world = World(lambda trajectory, number: plan)
+        configured = settings(groups=GroupSettings(size=2), context_max=context_max)
+        async with Rollout(configured, Talker(), CODEC, clock=loop.clock) as rollout:
+            with pytest.raises(ManagerError, match=rf"{HOPELESS_MAX + 1} groups in a row ended .*{said}"):
+                await rollout.collect(tickets(configured), 8, in_flight=1)
+        return world
+
+    world = run(playing())
+    assert sum(world.made.values()) == 2 * (HOPELESS_MAX + 1)
+
+
+def test_one_that_cannot_begin_costs_no_rollout_whose_others_can() -> None:
+    async def playing() -> Collected:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        World(lambda trajectory, number: Plan(says="look" if int(trajectory.split("/")[1]) % 3 == 2 else "mumble"))
+        configured = settings(groups=GroupSettings(size=2))
+        async with Rollout(configured, Talker(), CODEC, clock=loop.clock) as rollout:
+            return await rollout.collect(tickets(configured), 3, in_flight=1)
+
+    assert all(group.whole for group in run(playing()).groups)

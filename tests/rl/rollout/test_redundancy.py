@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings
 
@@ -19,7 +20,7 @@ def record(
 ) -> Trajectory:
     turn = Turn(
         observation="", observation_tokens=(1,), action="", tokens=(2,) * tokens, logprobs=(0.0,) * tokens,
-        versions=(0,) * tokens,
+        versions=(0,) * tokens, prefill_s=0.5 * stage_s, decode_s=0.5 * stage_s,
     )  # fmt: skip
     spans = tuple(
         Span(stage=stage, began_s=0.0, ended_s=2.0 * stage_s, waiting_s=stage_s)
@@ -48,6 +49,18 @@ def test_waste_is_the_share_of_what_was_done_in_vain() -> None:
     assert fates.waste.engine_s == pytest.approx(4.0 / 5.0)
     assert (fates.kept.trajectories, fates.cancelled.trajectories) == (1, 1)
     assert (fates.surplus.trajectories, fates.failed.trajectories) == (1, 1)
+
+
+def test_the_time_that_aborted_requests_waited_is_no_engine_time() -> None:
+    """Two were served for a second each; the third stood behind them for a hundred, and was aborted."""
+    queued = record(2, Ending.CANCELLED, 0, stage_s=100.0)
+    queued = msgspec.structs.replace(
+        queued, turns=(), spans=(Span(stage=Stage.GENERATE, began_s=0.0, ended_s=100.0, failed="aborted"),)
+    )
+    kept = (record(0, Ending.FINISHED, 3, reward=1.0), record(1, Ending.FINISHED, 3, reward=1.0))
+    found = report([group(*kept, left_out=(queued,))])
+    assert (found.all.kept.engine_s, found.all.waste.engine_s) == (2.0, 0.0)
+    assert "at least 0.0% of engine time" in found.lines()[0]
 
 
 def test_kept_stands_beside_cancelled_for_each_task_and_for_all() -> None:

@@ -205,6 +205,7 @@ class Talker:
             finish="stop" if tokens[-1] in CODEC.stop else "length",
             engine="talker",
             waiting_s=self.waiting_s,
+            decode_s=self.token_s,
         )
 
     def die(self, error: Exception | None = None) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import time
 
 from tangram.rl.engines.base import Generation, Request
-from tangram.rl.engines.dialects import Said
+from tangram.rl.engines.dialects import SHOWN, Said
 
 
 class NoLogprobs(Exception):
     """It told ids and no log-probabilities."""
+
+
+class OddEnd(Exception):
+    """An answer that was ended neither by a token that ends an action nor by its length."""
 
 
 class Heard:
@@ -30,12 +34,16 @@ class Heard:
         self._versions: list[int] = []
         self._prefilled = len(request.tokens)
         self._reused = 0
-        self._began_s = time.monotonic()
+        self._came_s = self._began_s = time.monotonic()
         self._first_s: float | None = None
         self.finish: str | None = None
 
+    def begin(self) -> None:
+        """It is asked now: what passed before was waiting."""
+        self._began_s = time.monotonic()
+
     def take(self, said: Said, version: int, *, logprobs: bool) -> None:
-        """Raises ValueError."""
+        """Raises ValueError and OddEnd."""
         if said.tokens and said.logprobs is None and logprobs:
             if self._probing:
                 raise NoLogprobs
@@ -47,7 +55,10 @@ class Heard:
             raise ValueError(f"more than the {self._request.sampling.tokens_max} tokens that were asked for")
         if self._vocabulary is not None and any(not 0 <= token < self._vocabulary for token in said.tokens):
             wrong = next(token for token in said.tokens if not 0 <= token < self._vocabulary)
-            raise ValueError(f"token {wrong}, and the vocabulary has {self._vocabulary}")
+            raise ValueError(
+                f"token {wrong}, and the vocabulary has {self._vocabulary}: policy.checkpoint has to be the folder of "
+                "the model that it serves"
+            )
         if said.tokens and self.finish is not None:
             raise ValueError("tokens after the end")
         if self._first_s is None and said.tokens:
@@ -57,10 +68,21 @@ class Heard:
         self._versions += [version if said.version is None else said.version] * len(said.tokens)
         self.finish = said.finish or self.finish
         if said.finish is not None and said.finish not in ("stop", "length"):
-            raise ValueError(f"an answer that ended by {said.finish!r}")
+            raise OddEnd(f"ended the answer by {str(said.finish)[:SHOWN]!r}, which is no end of an action")
         if said.prompt is not None and said.cached is not None:
             self._reused = min(said.cached, len(self._request.tokens))
             self._prefilled = len(self._request.tokens) - self._reused
+
+    def require_stop(self) -> None:
+        """The token that ends an action is part of it. Raises OddEnd."""
+        stop = self._request.sampling.stop
+        if self.finish != "stop" or not stop or (self._tokens and self._tokens[-1] in stop):
+            return
+        at = f"at token {self._tokens[-1]}" if self._tokens else "without a token"
+        raise OddEnd(
+            f"ended the answer by itself {at}, and an action ends by one of {list(stop)}: name the token in "
+            "eos_token_id of generation_config.json in policy.checkpoint, and serve the model without stop texts"
+        )
 
     def so_far(self) -> Generation | None:
         return self.generation() if self._tokens else None
@@ -76,6 +98,7 @@ class Heard:
             engine=self._engine,
             prefilled=self._prefilled,
             reused=self._reused,
+            waiting_s=self._began_s - self._came_s,
             prefill_s=first_s - self._began_s,
             decode_s=now_s - first_s,
         )

@@ -22,10 +22,15 @@ What a server is asked differs by its dialect:
              /continue_generation. A request is aborted by /abort_request.
     plain    /v1/completions as vllm, and no weights: the server keeps its own. Evaluation only.
 
-A server that cannot be reached, breaks off, says nothing for `silent_s_max` or says what makes no sense counts as dead
-(EngineDied): whether it comes back is for `start` to find out. One that has no place or fails (5xx) is asked again; if
-it fails a request each time and still answers a probe, it lives, and does not take that one (RequestRefused). It is
-contract-tested: against a small server that speaks each dialect, not against vLLM and SGLang on real devices.
+A server is asked `slots` requests at once. One that cannot be reached, breaks off, says nothing for `silent_s_max` or
+says what makes no sense counts as dead (EngineDied): whether it comes back is for `start` to find out. One that has no
+place (BUSY) is asked again, later if it says when, and counts as dead only if it has none for anybody for
+`silent_s_max`. One that fails (5xx) is asked again TRIES times; if it fails a request each time and still answers a
+probe, it lives, and does not take that one (RequestRefused). It is contract-tested: against a small server that speaks
+each dialect, not against vLLM and SGLang on real devices.
+
+What is said on one line is never heard on another: whoever waited while the engine was closed gets EngineDied, also if
+it has been started again meanwhile.
 """
 
 from __future__ import annotations
@@ -36,14 +41,15 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.managers.http import Http, pause_s
+from tangram.managers.pace import OVERLOADED, TOO_MANY, UNAVAILABLE, advice_of
 from tangram.rl.engines.base import (
     EngineDied,
     EngineStatistics,
@@ -55,21 +61,20 @@ from tangram.rl.engines.base import (
     Weights,
 )
 from tangram.rl.engines.dialects import DIALECTS, SAME, SHOWN, Calls, TextAlone
-from tangram.rl.engines.heard import Heard, NoLogprobs
+from tangram.rl.engines.heard import Heard, NoLogprobs, OddEnd
+from tangram.rl.engines.line import ANSWER_BYTES_MAX, Line, LineClosed
 from tangram.rl.settings import Dialect, EngineSettings
-
-if TYPE_CHECKING:
-    import aiohttp
 
 CONTROL_S_MAX = 600.0
 """Of a call that does not write tokens: reading the weights of a large model takes minutes."""
-PROBE_S_MAX = 60.0
+PROBE_S_MAX, PROBE_BUSY_S_MAX = 60.0, 30.0
+"""Of asking for one token, and of these, how long a server may have no place for it."""
 ABORT_S_MAX = 5.0
 """Of telling a server that a request is over: it ends by itself at its limit anyway."""
-ANSWER_BYTES_MAX = 64 << 20
-"""Of one answer, or one line of it: far more than ids and log-probabilities of a long context take."""
-BUSY = (408, 425, 429)
+BUSY = (408, 425, TOO_MANY, UNAVAILABLE, OVERLOADED)
 """It says nothing of the request, which may well be taken a little later."""
+RETRY_AFTER_S_MAX = 60.0
+"""Of what a busy server asks for: a mistaken or hostile one must not stop a run."""
 FAILED = 500
 """From here on, its own failure, which may be over a little later."""
 TRIES = 5
@@ -95,6 +100,7 @@ TEXT_ALONE = (
     "answered text without the ids of its tokens, which cannot be used: text that is tokenised again gives other "
     "tokens than were sampled; use a server that takes return_token_ids, as vLLM from 0.10.2 on does"
 )
+CLOSED = "it was closed meanwhile"
 ITS_OWN = "it serves weights of its own until it has taken an update"
 
 
@@ -132,10 +138,11 @@ class OpenAIEngine:
         self._temperature = temperature
         self._vocabulary = vocabulary
         self._silent_s_max = settings.silent_s_max
+        self._slots = asyncio.Semaphore(settings.slots)
         self._http = Http()
-        self._session: aiohttp.ClientSession | None = None
-        self._closed: asyncio.Future[None] | None = None
-        """Done when it hangs up: whoever waits for an answer then gets none."""
+        self._line: Line | None = None
+        self._heard_s = -math.inf
+        """When the server last wrote something for us."""
         self._alive = False
         self._takes_weights = False
         self._has_taken = False
@@ -148,6 +155,8 @@ class OpenAIEngine:
         self._suspended_at: float | None = None
         self._resumed_at = -math.inf
         self._version = 0
+        self._inside = 0
+        """Requests, and of these, those that have a slot:"""
         self._active = 0
         self._statistics = EngineStatistics(name=self.name)
 
@@ -163,7 +172,8 @@ class OpenAIEngine:
             raise
 
     async def _begin(self, weights: Weights) -> None:
-        await self._open()
+        if self._line is None:
+            self._line = Line(self._url, self._headers, silent_s_max=self._silent_s_max, may_speak=self._may_speak)
         if not self._model and self._dialect.path.startswith("/v1/"):
             self._model = await self._first_model()
         missing = await self._no_control()
@@ -172,7 +182,7 @@ class OpenAIEngine:
         self._alive = True
         try:
             unfit = await self._probe()
-        except EngineDied as error:
+        except (EngineDied, LineClosed) as error:
             raise ManagerError(str(error)) from error
         self._unfit = "; ".join(each for each in (missing, unfit) if each)
         if self._has_taken:
@@ -245,71 +255,101 @@ class OpenAIEngine:
     async def close(self) -> None:
         """Hangs up; the server stays."""
         self._alive = False
-        if self._closed is not None and not self._closed.done():
-            self._closed.set_result(None)
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        line, self._line = self._line, None
+        if line is not None:
+            await line.close()
         await self._http.close()
 
     def statistics(self) -> EngineStatistics:
-        return msgspec.structs.replace(self._statistics, version=self._version, active=self._active)
+        waiting = self._inside - self._active
+        return msgspec.structs.replace(self._statistics, version=self._version, active=self._active, waiting=waiting)
 
     # ---- writing ----
 
     async def generate(self, request: Request) -> Generation:
-        self._require_alive()
+        line = self._require_alive()
         if request.sampling.keep_ids and request.sampling.leaves_out:
             raise InvalidInput("keep_ids", True, "top_k = 0 and top_p = 1: this server does not tell the ids it left")
         heard = Heard(self.name, request, vocabulary=self._vocabulary)
+        self._inside += 1
+        try:
+            async with self._slots:
+                await self._insisted(line, request, heard)
+        except LineClosed as error:  # while it waited: whatever killed the engine, it was not this request
+            raise Unreachable(self.name, CLOSED, heard.so_far()) from error
+        except EngineDied:
+            if line is self._line:
+                self._alive = False
+            raise
+        finally:
+            self._inside -= 1
+        generation = heard.generation()
+        self._count(prefill_tokens=generation.prefilled, decode_tokens=len(generation.tokens), steps=1)
+        self._count(prefill_s=generation.prefill_s, decode_s=generation.decode_s)
+        return generation
+
+    async def _insisted(self, line: Line, request: Request, heard: Heard) -> None:
+        """Asked again where the server fails. Raises EngineDied, RequestRefused and LineClosed."""
         self._active += 1
         try:
             for tried in range(1, TRIES + 1):
                 try:
-                    await self._asked(request, heard)
-                    break
-                except _Later as later:
+                    await self._admitted(line, request, heard, self._silent_s_max)
+                    return
+                except _Failed as failure:
                     if tried == TRIES:
-                        raise await self._given_up(later) from later
-                    await asyncio.sleep(pause_s(tried, PAUSE_S, PAUSE_S_MAX))
-        except EngineDied:
-            self._alive = False
-            raise
+                        raise await self._given_up(line, failure) from failure
+                    await line.pause(pause_s(tried, PAUSE_S, PAUSE_S_MAX))
         except asyncio.CancelledError:
             await self._abort(request)
             raise
         finally:
             self._active -= 1
-        generation = heard.generation()
-        _require_stop(request.sampling, generation)
-        self._count(prefill_tokens=generation.prefilled, decode_tokens=len(generation.tokens), steps=1)
-        self._count(prefill_s=generation.prefill_s, decode_s=generation.decode_s)
-        return generation
 
-    async def _given_up(self, last: _Later) -> EngineDied | RequestRefused:
-        """What to say of a request that was tried as often as any is."""
-        if not last.failed:
-            return EngineDied(self.name, f"{self._url} had no place after {TRIES} tries: it said {last}", None)
+    async def _admitted(self, line: Line, request: Request, heard: Heard, busy_s_max: float) -> None:
+        """Asked until the server has a place for it. Raises _Failed, EngineDied, RequestRefused and LineClosed."""
+        began_s, tried = time.monotonic(), 0
+        while True:
+            line.require_open()
+            try:
+                await self._asked(line, request, heard)
+                return
+            except _Busy as busy:
+                tried = min(tried + 1, TRIES)
+                if self._may_speak() and time.monotonic() - max(began_s, self._heard_s) >= busy_s_max:
+                    reason = f"{self._url} had no place for anybody for {busy_s_max:g} s: it said {busy}"
+                    raise Unreachable(self.name, reason, None) from busy
+                await line.pause(busy.wait_s + pause_s(tried, PAUSE_S, PAUSE_S_MAX))
+
+    async def _given_up(self, line: Line, last: _Failed) -> EngineDied | RequestRefused:
+        """What to say of a request that failed as often as any may. Raises LineClosed."""
         try:
-            await asyncio.wait_for(self._probed(1.0), PROBE_S_MAX)
+            await asyncio.wait_for(self._probed(line, 1.0), PROBE_S_MAX)
         except (ManagerError, TimeoutError):
             return EngineDied(self.name, f"{self._url} failed {TRIES} times and then a probe: it said {last}", None)
         return RequestRefused(
             self.name, f"{self._url} failed this request {TRIES} times and answers others: it said {last}"
         )
 
-    async def _asked(self, request: Request, heard: Heard) -> None:
-        """Raises EngineDied with what was heard, RequestRefused and _Later."""
+    async def _asked(self, line: Line, request: Request, heard: Heard) -> None:
+        """Raises EngineDied with what was heard, RequestRefused, _Busy and _Failed."""
         import aiohttp
 
         body = self._dialect.body(self._model, request, seed_of(request.noise, len(request.tokens)))
+        heard.begin()
         try:
-            async with self._post(self._dialect.path, body) as response:
+            async with line.post(self._dialect.path, body) as response:
                 if response.status != 200:
                     text = (await response.content.read(SHOWN)).decode(errors="replace")
-                    self._refuse(response.status, text)
-                async for answer in self._answers(response):
+                    self._refuse(response.status, text, response.headers)
+                async for answer in line.answers(response, streams=self._dialect.streams):
+                    self._heard_s = time.monotonic()
                     heard.take(self._dialect.said(answer), self._version, logprobs=self._tells_logprobs)
+                heard.require_stop()
+        except LineClosed as error:
+            raise EngineDied(self.name, CLOSED, heard.so_far()) from error
+        except OddEnd as error:
+            raise RequestRefused(self.name, f"{self._url} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
             reached = isinstance(error, aiohttp.ServerDisconnectedError)
             kind = EngineDied if reached else Unreachable
@@ -328,76 +368,17 @@ class OpenAIEngine:
         if heard.finish is None:
             raise EngineDied(self.name, f"{self._url} ended its answer before the end", heard.so_far())
 
-    @contextlib.asynccontextmanager
-    async def _post(self, path: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Whatever happens, the line is closed, not given back: a request that is left half read is aborted there."""
-        assert self._session is not None
-        waiting = asyncio.ensure_future(self._session.post(self._url + path, json=body, allow_redirects=False))
-        try:
-            response = await self._patiently(waiting)
-        except BaseException:
-            waiting.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                (await waiting).close()
-            raise
-        try:
-            yield response
-        finally:
-            response.close()
+    def _may_speak(self) -> bool:
+        """Whether a silence of `silent_s_max` that ends now is the server's own: while it is suspended it says
+        nothing."""
+        return self._suspended_at is None and time.monotonic() >= self._resumed_at + self._silent_s_max
 
-    async def _patiently(self, waiting: asyncio.Future[Any]) -> Any:
-        """Raises TimeoutError after a silence that is not ours: while it is suspended it says nothing. Raises
-        ConnectionAbortedError when it is closed."""
-        assert self._closed is not None
-        first = asyncio.FIRST_COMPLETED
-        while not waiting.done():
-            await asyncio.wait({waiting, self._closed}, timeout=self._silent_s_max, return_when=first)
-            if waiting.done():
-                break
-            if self._closed.done():
-                raise ConnectionAbortedError("the engine was closed")
-            if self._suspended_at is None and time.monotonic() >= self._resumed_at + self._silent_s_max:
-                raise TimeoutError
-        try:
-            return waiting.result()
-        except RuntimeError as error:  # what aiohttp says of a line that was closed while it was read
-            raise ConnectionAbortedError(str(error)) from error
-
-    async def _answers(self, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-        """The pieces of an answer, each decoded."""
-        rest = b""
-        async for content in self._contents(response):
-            rest += content
-            if len(rest) > ANSWER_BYTES_MAX:
-                raise ValueError(f"more than {ANSWER_BYTES_MAX} bytes without an end")
-            if not self._dialect.streams:
-                continue
-            *lines, rest = rest.split(b"\n")
-            for line in lines:
-                word = line.strip()
-                if word.startswith(b"data:") and word != b"data: [DONE]":
-                    yield msgspec.json.decode(word.removeprefix(b"data:"))
-        if not self._dialect.streams:
-            yield msgspec.json.decode(rest)
-        elif rest.strip():
-            raise ValueError(f"half a line: {rest[:SHOWN]!r}")
-
-    async def _contents(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        while True:
-            waiting = asyncio.ensure_future(response.content.readany())
-            try:
-                content = await self._patiently(waiting)
-            finally:
-                if not waiting.done():
-                    waiting.cancel()
-            if not content:
-                return
-            yield content
-
-    def _refuse(self, status: int, text: str) -> None:
+    def _refuse(self, status: int, text: str, headers: Mapping[str, str]) -> None:
         said = f"{status}: {text}"
-        if status in BUSY or status >= FAILED:
-            raise _Later(said, failed=status >= FAILED)
+        if status in BUSY:
+            raise _Busy(said, advice_of(status, headers, time.time()).wait_s or 0.0)
+        if status >= FAILED:
+            raise _Failed(said)
         if status in SET_UP:
             reason = f"{self._url}{self._dialect.path} is set up wrongly, it said {said}; look at url, model and key"
             raise EngineDied(self.name, reason, None)
@@ -414,17 +395,6 @@ class OpenAIEngine:
                 await self._call("POST", self._dialect.abort, {"rid": request.id}, seconds_max=ABORT_S_MAX)
 
     # ---- control ----
-
-    async def _open(self) -> None:
-        import aiohttp
-
-        if self._session is None:
-            self._closed = asyncio.get_running_loop().create_future()
-            limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=limits, headers=self._headers
-            )
-            self._session._retry_connection = False  # it would write twice behind our back
 
     async def _first_model(self) -> str:
         answer = await self._call("GET", "/v1/models", None)
@@ -478,9 +448,10 @@ class OpenAIEngine:
     async def _probe(self) -> str:
         """Why what it writes cannot be trained on; empty if it can. Raises ManagerError if it is good for nothing, and
         EngineDied."""
+        line = self._require_alive()
         self._tells_logprobs = True
         try:
-            found = await asyncio.wait_for(self._probed(1.0), PROBE_S_MAX)
+            found = await asyncio.wait_for(self._probed(line, 1.0), PROBE_S_MAX)
         except NoLogprobs:
             self._tells_logprobs = False
             return "it tells no log-probabilities"
@@ -488,50 +459,55 @@ class OpenAIEngine:
             raise ManagerError(f"{self._url} did not answer a probe within {PROBE_S_MAX:g} s") from error
         except RequestRefused as error:
             raise ManagerError(f"{self._url} refuses a probe of {len(PROBE)} tokens: {error}", retry=False) from error
-        if self._temperature in (0.0, 1.0) or await self._is_scaled(found):
+        if self._temperature in (0.0, 1.0) or await self._is_scaled(line, found):
             return ""
         return (
             f"its log-probabilities seem to be those before the temperature, and {self._temperature:g} is trained on: "
             "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1"
         )
 
-    async def _is_scaled(self, plain: Generation) -> bool:
+    async def _is_scaled(self, line: Line, plain: Generation) -> bool:
         """Whether the log-probability of a token changes with the temperature. If that cannot be seen, it does not."""
         for seed in range(PROBE_TRIES):
-            warm = await asyncio.wait_for(self._probed(self._temperature, seed), PROBE_S_MAX)
+            warm = await asyncio.wait_for(self._probed(line, self._temperature, seed), PROBE_S_MAX)
             if warm.tokens == plain.tokens:
                 return abs(warm.logprobs[0] - plain.logprobs[0]) > SAME
         return False
 
-    async def _probed(self, temperature: float, seed: int = 0) -> Generation:
+    async def _probed(self, line: Line, temperature: float, seed: int = 0) -> Generation:
         sampling = Sampling(temperature=temperature, tokens_max=1)
         request = Request(
             id=f"probe-{self.name}-{time.monotonic_ns()}", tokens=PROBE, sampling=sampling, noise=Noise(seed=seed)
         )
         heard = Heard(self.name, request, vocabulary=self._vocabulary, probing=True)
         try:
-            await self._asked(request, heard)
-        except _Later as later:
-            raise ManagerError(f"{self._url} {'failed' if later.failed else 'is busy'}: {later}") from later
+            await self._admitted(line, request, heard, PROBE_BUSY_S_MAX)
+        except _Failed as failure:
+            raise ManagerError(f"{self._url} failed: {failure}") from failure
         if not heard.generation().tokens:
             raise ManagerError(f"{self._url} wrote nothing when it was asked for one token", retry=False)
         return heard.generation()
 
-    def _require_alive(self) -> None:
-        if not self._alive:
+    def _require_alive(self) -> Line:
+        if not self._alive or self._line is None:
             raise EngineDied(self.name, f"{self._url} is not connected", None)
+        return self._line
 
     def _count(self, **more: float) -> None:
         current = {name: getattr(self._statistics, name) + value for name, value in more.items()}
         self._statistics = msgspec.structs.replace(self._statistics, **current)
 
 
-class _Later(Exception):
-    """It is to be asked again: it has no place at the moment, or `failed`."""
+class _Busy(Exception):
+    """It has no place at the moment, and asks for a pause of `wait_s`."""
 
-    def __init__(self, said: str, *, failed: bool) -> None:
-        self.failed = failed
+    def __init__(self, said: str, wait_s: float) -> None:
+        self.wait_s = min(wait_s, RETRY_AFTER_S_MAX)
         super().__init__(said)
+
+
+class _Failed(Exception):
+    """It failed, which may be over a little later."""
 
 
 class _Missing(ManagerError):
@@ -553,13 +529,3 @@ def _require_hugging_face(name: str, weights: Weights) -> None:
             "not; publish with tangram.rl.nn.checkpoint.save",
             retry=False,
         )
-
-
-def _require_stop(sampling: Sampling, generation: Generation) -> None:
-    """The token that ends an action is part of it."""
-    if generation.finish != "stop" or not sampling.stop:
-        return
-    if not generation.tokens or generation.tokens[-1] not in sampling.stop:
-        last = generation.tokens[-1] if generation.tokens else None
-        expected = f"also the token at which the server ends by itself, which was {last}"
-        raise InvalidInput("stop", list(sampling.stop), expected)

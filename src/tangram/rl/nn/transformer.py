@@ -173,6 +173,12 @@ class Transformer(nn.Module):
         self._rotary = torch.empty(0)
 
     @classmethod
+    def size(cls, config: ModelConfig) -> int:
+        """How many parameters such a one would have. It is not made."""
+        with torch.device("meta"):
+            return sum(weight.numel() for weight in cls(config).parameters())
+
+    @classmethod
     def new(cls, config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Self:
         """The same weights for the same seed, rounded to the dtype."""
         model = cls(config)
