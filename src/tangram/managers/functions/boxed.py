@@ -16,6 +16,8 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from operator import is_not
 from types import TracebackType
 from typing import Self
 
@@ -187,7 +189,7 @@ class BoxedFunctionManager:
                 own = self._own(awaiting)
                 if own is not None and own.promise(awaiting):
                     continue
-                removal = self._removal(lambda host, own=own: host is not own)  # type: ignore[misc]
+                removal = self._removal(_any if own is None else partial(is_not, own))
                 if removal is None:
                     return
                 await asyncio.wait({removal})
