@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.core.demand import CPU, GPU, LEARNED, MEMORY
-from tangram.core.ledger import CORE_KIND, RECENT_S, Holding, Ledger, PoolState
+from tangram.core.ledger import CORE_KIND, HELD_S, RECENT_S, Holding, Ledger, PoolState
 from tangram.core.messages import NodeState, Pool, Window
 from tangram.errors import InvalidConfig, InvariantError
 
@@ -512,13 +512,14 @@ def test_the_share_of_a_run_is_that_of_its_dominant_kind_over_its_weight() -> No
     assert run.share == 0.25
 
 
-def test_the_standing_of_a_run_is_its_share_and_the_average_of_it() -> None:
+def test_the_standing_of_a_run_is_the_average_of_its_share_and_what_it_holds_counts_a_little_more() -> None:
     ledger, cpu = one(a_pool(CPU, 4000, node="n0"))
     run = ledger.new_usage()
     holding = ledger.hold(cpu, 2000, run)
-    assert run.standing(0.0) == 0.5, "nothing is averaged yet"
+    held = 0.5 * HELD_S / RECENT_S
+    assert run.standing(0.0) == pytest.approx(held), "nothing is averaged yet"
     ledger.now = RECENT_S
-    assert run.standing(RECENT_S) == pytest.approx(0.5 + 0.5 * (1 - math.exp(-1)))
+    assert run.standing(RECENT_S) == pytest.approx(held + 0.5 * (1 - math.exp(-1)))
     ledger.give_back(holding)
     assert run.standing(RECENT_S) == pytest.approx(0.5 * (1 - math.exp(-1)))
     ledger.reweigh(run, 2.0)

@@ -24,6 +24,7 @@ from tangram.core.messages import (
     Reserve,
     Resident,
     RunChanged,
+    StartFailed,
     Stop,
     Submit,
     Tick,
@@ -59,24 +60,145 @@ def test_the_first_action_picks_the_node_and_holds_the_memory_there(cluster: Mak
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_memory_is_short_while_somebody_waits_for_more_than_is_free(cluster: Make, policy: str) -> None:
+def test_memory_is_awaited_while_what_others_yield_would_be_enough(cluster: Make, policy: str) -> None:
     c = cluster(*cpu_node("n0", 2, memory_gib=1.0), policy=policy)
-    memory = c.scheduler.ledger.pools["memory@n0"]
 
-    def short() -> bool:
-        return bool(c.scheduler.queue.is_short_of_memory(memory, c.scheduler.now))
+    def awaits() -> str:
+        entry = c.scheduler.snapshot.awaits_yielding()
+        return entry.id if entry is not None else ""
 
-    for name, units in (("first", 600), ("second", 600), ("small", 100)):
+    c.send(box("instance", 300, node="n0", yields=True))
+    for name, units in (("first", 600), ("second", 400), ("small", 100)):
         c.send(box(name, units))
     c.submit("a", TWO, sandbox="first")
     c.submit("z", ONE, sandbox="small")
-    assert not short(), "it waits for cores"
+    assert not awaits(), "it waits for cores"
     c.submit("b", ONE, sandbox="second")
-    assert short()
+    assert awaits() == "b"
     c.run("a")
-    assert short(), "memory stays between actions"
-    c.send(Release(sandbox="first"))
-    assert not short() and c.start("b")
+    assert c.starts() == ["z"] and not awaits(), "what is left is not enough even with that of the instance"
+    c.run("z")
+    c.send(Release(sandbox="small"))
+    assert awaits() == "b"
+    c.send(Release(sandbox="instance"))
+    assert not awaits() and c.start("b")
+
+
+# ---- calls that wait for the memory of an instance ---------------------------------------------------------------
+
+
+def wait_for(c: Any, name: str, memory: int) -> None:
+    """A call that was started has found no memory for an instance."""
+    c.send(StartFailed(action=name, reason="no memory", sandbox=f"for-{name}", memory=memory))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_call_that_waits_for_memory_holds_nothing_and_starts_with_it_held(cluster: Make, policy: str) -> None:
+    c = cluster(*cpu_node("n0", 1, memory_gib=1.0), policy=policy, attempts_max=1)
+    c.send(box("full", 800, node="n0"))
+    for _ in range(3):
+        c.submit("call", ONE)
+        wait_for(c, "call", 300)
+        assert c.starts() == [] and c.free("cpu@n0") == 1000
+        c.submit("exec", ONE, sandbox="full")
+        assert c.starts() == ["exec"], "who has the memory can go on"
+        c.run("exec")
+        c.send(Release(sandbox="full"))
+        assert c.start("call").grant.attempt == 1, "no attempt was used up"
+        assert c.free("memory@n0") == 724
+        c.run("call")
+        assert c.free("memory@n0") == 724, "the instance stays when the call is over"
+        c.send(Release(sandbox="for-call"))
+        c.send(box("full", 800, node="n0"))
+
+
+def test_a_call_that_waits_for_memory_is_settled_like_any_other(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 1, memory_gib=1.0))
+    c.send(box("full", 800, node="n0"))
+    c.submit("call", ONE)
+    wait_for(c, "call", 300)
+    c.cancel("call")
+    assert c.outcome().status is Status.CANCELLED
+    assert list(c.scheduler.places.by_sandbox) == ["full"], "nobody is left who would release the other"
+    c.submit("hasty", ONE, deadline_s=5.0)
+    wait_for(c, "hasty", 300)
+    c.pass_time(5.0)
+    assert c.outcome().status is Status.TIMED_OUT
+    c.submit("large", ONE)
+    wait_for(c, "large", 2000)
+    assert (c.outcome().status, c.outcome().reason) == (
+        Status.LOST,
+        "sandbox for-large asks for 2000 MiB; the largest node has 1024",
+    )
+
+
+def test_calls_come_back_as_they_were_when_the_name_is_released(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 4, memory_gib=1.0))
+    c.send(box("full", 800, node="n0"))
+    for _ in range(3):
+        for name in ("one", "two", "three"):
+            if name not in c.scheduler.entries:
+                c.submit(name, ONE)
+            wait_for(c, name, 300)
+        for name in ("two", "one", "three"):
+            c.send(Release(sandbox=f"for-{name}"))
+            assert c.starts() == [name], "an instance is there for it"
+    for name in ("one", "two", "three"):
+        c.run(name)
+        assert c.outcome().status is Status.SUCCEEDED
+
+
+def test_memory_that_comes_together_for_a_sandbox_is_not_taken_by_later_calls(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 8, memory_gib=1.0), policy="adaptive")
+    for name in ("i0", "i1", "i2"):
+        c.send(box(name, 300, node="n0", run="calls", yields=True))
+    c.send(box("large", 900, run="opens"))
+    c.submit("open", ONE, sandbox="large", run="opens")
+    c.submit("call", ONE, run="calls")
+    wait_for(c, "call", 300)
+    c.pass_time(10.0)  # in which the run of the calls has had most of the memory
+    for name in ("i0", "i1"):
+        c.send(Release(sandbox=name))
+        assert c.starts() == []
+    c.send(box("tiny", 100, run="opens"))
+    c.submit("other", ONE, sandbox="tiny", run="opens")
+    assert c.starts() == ["other"], "it is closed to calls alone"
+    c.run("other")
+    c.send(Release(sandbox="tiny"))
+    c.send(Release(sandbox="i2"))
+    assert c.starts() == ["open"]
+    c.run("open")
+    c.send(Release(sandbox="large"))
+    assert c.starts() == ["call"]
+
+
+def test_calls_pass_a_sandbox_that_no_instance_keeps_waiting(cluster: Make) -> None:
+    c = cluster(*cpu_node("n0", 8, memory_gib=1.0), policy="adaptive")
+    c.send(box("full", 500, node="n0", run="opens"))
+    c.send(box("i0", 300, node="n0", run="calls", yields=True))
+    c.send(box("large", 900, run="opens"))
+    c.submit("open", ONE, sandbox="large", run="opens")
+    c.submit("call", ONE, run="calls")
+    wait_for(c, "call", 300)
+    c.send(Release(sandbox="i0"))
+    assert c.starts() == ["call"], "the sandbox waits for another, whose caller may wait for this call"
+
+
+def test_a_call_whose_turn_it_is_goes_before_sandboxes_that_come_later(cluster: Make) -> None:
+    """Both age: neither a stream of calls nor one of sandboxes keeps the other waiting for ever."""
+    c = cluster(*cpu_node("n0", 8, memory_gib=1.0), policy="adaptive", ageing_s=10.0)
+    c.send(box("box0", 800, node="n0", run="opens"))
+    c.submit("call", ONE, run="calls")
+    wait_for(c, "call", 600)
+    for number in range(1, 6):
+        c.now += 5.0
+        c.send(box(f"box{number}", 500, run="opens"))
+        c.submit(f"open{number}", ONE, sandbox=f"box{number}", run="opens")
+        c.send(Release(sandbox=f"box{number - 1}"))
+        if c.starts() == ["call"]:
+            break
+        c.run(f"open{number}")
+    assert "call" in c.starts()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -190,7 +312,7 @@ def test_a_sandbox_is_refused_with_the_limit_that_keeps_it_out(cluster: Make) ->
     assert c.refusal() == ("sandboxes_max", "2 sandboxes are open; release some first")
     c.send(Release(sandbox="b"))
     c.send(box("full", 500, node="small"))
-    assert c.refusal() == ("capacity", "sandbox full asks for 500 MiB; node small has 24 free")
+    assert c.refusal() == ("memory", "sandbox full asks for 500 MiB; node small has 24 free")
 
 
 def test_a_sandbox_that_is_refused_leaves_nothing_behind(cluster: Make) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tangram.core.action import Action, Usage
 from tangram.core.demand import Demand, cores, fixed, learned
 from tangram.core.lanes import STALE_SPARE
+from tangram.core.ledger import RECENT_S
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Cancel,
@@ -93,6 +94,9 @@ def test_what_a_run_spent_of_a_quota_long_ago_does_not_count_against_it(cluster:
     c.submit("dy", {"cpu": cores(1)}, run="y")
     c.now = 100.0  # the quota is whole again, and nobody has asked for it since
     c.run("ay")
+    assert c.starts() == ["dy"], "within the last minute x had more"
+    c.now = 1000.0
+    c.run("by")
     assert c.starts() == ["dx"]
 
 
@@ -717,7 +721,10 @@ def test_whoever_comes_to_be_first_is_started_at_once(cluster: Make, policy: str
     c.submit("small", {"api": fixed(1)}, run="r1")
     assert c.starts() == [], "r0 has less than r1, so its action goes first"
     c.submit("d", {"cpu": cores(4)}, run="r0")
-    assert c.starts() == ["d", "small"], "now r0 has more"
+    started = c.starts()
+    c.now += RECENT_S
+    c.send(Tick())
+    assert [*started, *c.starts()] == ["d", "small"], "now r0 has had more"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "adaptive"])

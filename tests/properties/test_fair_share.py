@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tangram.core.action import Action
 from tangram.core.demand import CORE, Amounts, Demand, cores, fixed, learned
+from tangram.core.ledger import RECENT_S
 from tangram.core.limits import Limits
 from tangram.core.messages import (
     Effect,
@@ -75,6 +76,73 @@ def test_of_a_pool_that_all_want_each_run_has_its_share(name: str, weights: list
                 some.remove(running[pick])
         end(running[pick])
     scheduler.check()
+
+
+SETTLING_S, STEADY_S = 60.0, 240.0
+
+
+class Rush:
+    """Runs that always have more actions of one core waiting than there are cores, each for a second or so."""
+
+    def __init__(self, cores_count: int) -> None:
+        self.scheduler = Scheduler(policy("adaptive"), cpu_node("n", cores_count))
+        self.cores_count = cores_count
+        self.now = 0.0
+        self.count = 0
+        self.ends: list[tuple[float, str, str]] = []
+        self.core_s: dict[str, float] = {}
+
+    def join(self, run: str, weight: float) -> None:
+        self.core_s[run] = 0.0
+        self.send(RunChanged(run=run, weight=weight))
+        for _ in range(self.cores_count + 1):
+            self.submit(run)
+
+    def submit(self, run: str) -> None:
+        self.count += 1
+        self.send(Submit(action=Action(id=f"a{self.count}", run=run, demand=Demand({"cpu": cores(1)}))))
+
+    def send(self, event: Event) -> None:
+        for effect in self.scheduler.handle(event, self.now):
+            if isinstance(effect, Start):
+                seconds = 0.5 + 0.1 * (self.count % 11)  # staggered: the cores come free one by one
+                heappush(self.ends, (self.now + seconds, effect.action.id, effect.action.run))
+                self.core_s[effect.action.run] += seconds
+                self.send(Started(action=effect.action.id))
+
+    def until(self, when: float) -> dict[str, float]:
+        """Core seconds that each run is given up to then."""
+        before = dict(self.core_s)
+        while self.ends[0][0] < when:
+            self.now, action, run = heappop(self.ends)
+            self.send(Finished(action=action))
+            self.submit(run)
+        return {run: core_s - before[run] for run, core_s in self.core_s.items()}
+
+
+@pytest.mark.parametrize("cores_count", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize(("heavy", "light"), [(2.0, 1.0), (4.0, 1.0), (3.0, 2.0), (1.0, 1.0)])
+def test_weights_hold_over_time_whatever_the_number_of_cores(cores_count: int, heavy: float, light: float) -> None:
+    """Where the shares are no whole number of actions, the larger part goes to now the one and now the other."""
+    rush = Rush(cores_count)
+    rush.join("light", light)
+    rush.join("heavy", heavy)
+    rush.until(SETTLING_S)
+    given = rush.until(SETTLING_S + STEADY_S)
+    assert given["heavy"] / given["light"] == pytest.approx(heavy / light, rel=0.06)
+    rush.scheduler.check()
+
+
+@pytest.mark.parametrize("cores_count", [1, 2, 16])
+def test_a_run_that_rested_keeps_the_others_waiting_for_less_than_a_minute(cores_count: int) -> None:
+    rush = Rush(cores_count)
+    rush.join("busy", 1.0)
+    rush.until(5 * RECENT_S)
+    rush.join("rested", 1.0)
+    first = rush.until(6 * RECENT_S)
+    assert first["rested"] > first["busy"] > 0.0
+    then = rush.until(6 * RECENT_S + STEADY_S)
+    assert then["rested"] / then["busy"] == pytest.approx(1.0, rel=0.06)
 
 
 # ---- waiting ------------------------------------------------------------------------------------------------------

@@ -214,6 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Sandboxes by the node on which they stand, empty if nowhere yet."""
         self.memory: dict[str, int] = {}
         """Of every sandbox."""
+        self.guests: dict[str, str] = {}
+        """Waiting actions, by the sandbox for whose memory they wait though it is not theirs."""
         self.wakes: list[float] = []
         self.states = dict.fromkeys(NODES, NodeState.UP)
         self.count = 0
@@ -279,6 +281,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_place(action.sandbox, grant.node)
             assert self.boxes[action.sandbox] in ("", grant.node), "later actions stay"
             self.boxes[action.sandbox] = grant.node
+        if action.id in self.guests:
+            self.boxes[self.guests.pop(action.id)] = grant.node
         self.books.take(grant, self.now)
         self.granted[action.id] = grant
         self.starting[action.id] = None
@@ -306,6 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert outcome.action in self.live, f"{outcome} settles what does not live"
         _, submitted_at = self.live.pop(outcome.action)
         self.outcomes[outcome.action] = outcome
+        self.guests.pop(outcome.action, None)
         assert outcome.act_s == pytest.approx(max(0.0, self.now - submitted_at), abs=1e-6)
         assert min(outcome.waiting_s, outcome.execution_s, outcome.overhead_s) >= 0.0
         self.forget(outcome.action)
@@ -384,11 +389,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         memory=st.sampled_from([0, 100, 1000, 3000, 5000]),
         run=st.integers(0, 2),
         node=st.sampled_from(["", "", *NODES]),
+        yields=st.booleans(),
     )
-    def reserve(self, memory: int, run: int, node: str) -> None:
+    def reserve(self, memory: int, run: int, node: str, yields: bool) -> None:
         self.count += 1
         sandbox = f"box{self.count}"
-        effects = self.send(Reserve(sandbox=sandbox, memory=memory, run=f"r{run}", node=node))
+        effects = self.send(Reserve(sandbox=sandbox, memory=memory, run=f"r{run}", node=node, yields=yields))
         if not any(isinstance(effect, Refuse) for effect in effects):
             assert memory <= self.books.memory_max
             self.boxes[sandbox] = node
@@ -431,6 +437,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.books.correct(action, 0, self.now)
         self.forget(action)
         self.send(StartFailed(action=action, reason="no image", retry=retry, attempt=grant.attempt))
+
+    @precondition(lambda self: self.starting)
+    @rule(pick=st.integers(0, 99), memory=st.sampled_from([100, 1000, 3000, 5000]))
+    def short_of_memory(self, pick: int, memory: int) -> None:
+        """Like a call that finds none for an instance."""
+        action = list(self.starting)[pick % len(self.starting)]
+        asked, grant = self.live[action][0], self.granted[action]
+        if CPU not in asked.demand.pools or asked.sandbox:
+            return
+        self.books.correct(action, 0, self.now)
+        self.forget(action)
+        self.late.pop()  # the next attempt has the same number
+        self.count += 1
+        sandbox = self.guests[action] = f"guest{self.count}"
+        self.memory[sandbox] = memory
+        self.send(StartFailed(action=action, reason="short", attempt=grant.attempt, sandbox=sandbox, memory=memory))
+
+    @precondition(lambda self: self.guests)
+    @rule(pick=st.integers(0, 99))
+    def do_without(self, pick: int) -> None:
+        action = list(self.guests)[pick % len(self.guests)]
+        self.send(Release(sandbox=self.guests.pop(action)))
 
     @precondition(lambda self: self.running)
     @rule(

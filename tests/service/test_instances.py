@@ -53,6 +53,11 @@ def naps(seconds: float) -> float:
     return seconds
 
 
+@tangram.function(cpus=2, memory="256MiB", idle_s=1e9)
+def needy() -> int:
+    return 4
+
+
 class Bench:
     def __init__(self, found: Tenants, a: Client, b: Client) -> None:
         self.admin, self.asks_a, self.asks_b = found.admin, found.a, found.b
@@ -164,6 +169,74 @@ def test_a_call_waits_for_an_instance_that_is_ending_and_is_not_refused(tmp_path
             for function, value in ((one, 1), (two, 2)):
                 assert await client.call(function) == value
         assert bench.held_mib == EACH_MIB
+
+    play(tmp_path, test, memory=(EACH_MIB + 1) * MIB)
+
+
+def test_calls_that_find_no_memory_wait_for_instances_of_others(tmp_path: Path) -> None:
+    """Twelve calls where there is memory for three instances, and cores for all."""
+
+    async def test(bench: Bench) -> None:
+        async with most_sandboxes(bench) as most:
+            assert await asyncio.gather(*(bench.a.call(naps, 0.1) for _ in range(12))) == [0.1] * 12
+        assert most[0] <= 12 and bench.held_mib == 3 * EACH_MIB
+        view = (await bench.admin.ask("GET", "/v1/view")).json
+        assert [box["function"] != "" for box in view["sandboxes"]] == [True] * 3
+        assert sum(box["actions"] for box in view["sandboxes"]) == 12, "no instance ended for another call"
+
+    play(tmp_path, test, memory=(3 * EACH_MIB + 1) * MIB)
+
+
+def test_calls_wait_while_sandboxes_of_another_run_have_all_memory(tmp_path: Path) -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.b.sandbox(memory="800MiB") as box:
+            calls = [asyncio.create_task(bench.a.call(needy)) for _ in range(4)]
+            await until(lambda: bench.scheduler.queue.waiting == 4)
+            result = await box.exec("echo done", cpus=2)
+            assert result.stdout == "done\n", "what waits for memory holds no cores"
+            hasty = await bench.a.try_call(needy, deadline_s=0.1)
+            assert hasty.kind == "timed_out", hasty
+            assert bench.scheduler.queue.waiting == 4
+        assert await asyncio.gather(*calls) == [4] * 4
+
+    play(tmp_path, test)
+
+
+def test_a_call_that_no_memory_could_hold_is_refused(tmp_path: Path) -> None:
+    async def test(bench: Bench) -> None:
+        refused = await bench.a.try_call(needy)
+        assert refused.kind == "refused" and "asks for 384 MiB; the largest node has 300" in refused.reason, refused
+
+    play(tmp_path, test, memory=300 * MIB)
+
+
+def test_a_stream_of_calls_does_not_keep_a_sandbox_waiting(tmp_path: Path) -> None:
+    async def test(bench: Bench) -> None:
+        calls = 0
+        opened = asyncio.Event()
+
+        async def stream() -> None:
+            nonlocal calls
+            while not opened.is_set():
+                assert await bench.a.call(naps, 0.02) == 0.02
+                calls += 1
+
+        async with asyncio.TaskGroup() as streams:
+            for _ in range(6):
+                streams.create_task(stream())
+            await until(lambda: calls >= 12)
+            async with bench.b.sandbox(memory="1000MiB"):
+                opened.set()
+                assert bench.held_mib == 1000
+        assert calls > 12, "the others were made when the memory was free again"
+
+    play(tmp_path, test)
+
+
+def test_functions_take_turns_where_there_is_memory_for_one_instance(tmp_path: Path) -> None:
+    async def test(bench: Bench) -> None:
+        calls = [client.call(function) for client in (bench.a, bench.b) for function in (one, two)]
+        assert await asyncio.gather(*calls) == [1, 2] * 2
 
     play(tmp_path, test, memory=(EACH_MIB + 1) * MIB)
 

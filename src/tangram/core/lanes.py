@@ -35,12 +35,14 @@ what else its sandbox wants on the node that it has yet to choose."""
 class Place:
     """A sandbox in the eyes of the scheduler: memory for its life, and the node that its first action chose."""
 
-    __slots__ = ("actions", "id", "memory", "node", "released", "reserved", "run", "wants")
+    __slots__ = ("actions", "id", "memory", "node", "released", "reserved", "run", "wants", "yields")
 
-    def __init__(self, sandbox: str, memory: int, run: Run) -> None:
+    def __init__(self, sandbox: str, memory: int, run: Run, *, yields: bool = False) -> None:
         self.id = sandbox
         self.memory = memory
         self.run = run
+        self.yields = yields
+        """As in Reserve."""
         self.node = ""
         """Empty until an action of it starts, unless the caller chose."""
         self.reserved: Holding | None = None
@@ -130,6 +132,11 @@ class Entry:
         return self.place.node if self.place is not None else ""
 
     @property
+    def is_guest(self) -> bool:
+        """Whether it waits for the memory of a sandbox that it did not name, and that is not its own once it runs."""
+        return self.place is not None and self.place.id != self.action.sandbox
+
+    @property
     def memory(self) -> int:
         """What its sandbox needs on the node that it has yet to choose."""
         place = self.place
@@ -208,6 +215,20 @@ class Lane:
         self.waiting -= 1
         slots_max = 2 * self.waiting + STALE_SPARE
         if len(self.heap) > slots_max or len(self.fifo) > slots_max:
+            self.compact()
+
+    def forget(self, entry: Entry) -> None:
+        """One that has left will wait elsewhere: none of its slots stays. They are mostly at the top."""
+        heap, fifo = self.heap, self.fifo
+        while heap and heap[0][3].lane is not self:
+            left = heappop(heap)[3]
+            if left.heap_lane is self:
+                left.heap_lane = None
+        while fifo and fifo[0].lane is not self:
+            left = fifo.popleft()
+            if left.fifo_lane is self:
+                left.fifo_lane = None
+        if self in (entry.heap_lane, entry.fifo_lane):
             self.compact()
 
     def compact(self) -> None:

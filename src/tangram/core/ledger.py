@@ -36,7 +36,12 @@ MOVED = CORE // 2
 
 RECENT_S = 60.0
 """Over which the share of a run is averaged, old times counting less and less. Many times what most actions take, so
-that weights are kept where one action takes a whole pool; not so long that a run pays for an hour ago."""
+that weights are kept where few actions fit into a pool; not so long that a run pays for an hour ago."""
+
+HELD_S = 3.0
+"""What a run holds counts as if it had had that for so long already. So of units that come free at once each start
+counts, though no time has passed; and little enough, in RECENT_S, that what rounding to whole actions takes from a run
+is given back to it. With less, runs whose actions take a minute would swing between all of a pool and nothing."""
 
 
 class RunUsage:
@@ -55,9 +60,8 @@ class RunUsage:
         self.averaged_at = now
 
     def standing(self, now: float) -> float:
-        """What orders runs, the smallest first: its share now, and on average. Only the average tells apart runs that
-        take turns at a pool which each of them fills."""
-        return self.share + self._average(now)
+        """What orders runs, the smallest first: its share on average, and a little of its share now."""
+        return self._average(now) + HELD_S / RECENT_S * self.share
 
     def average_up_to(self, now: float) -> None:
         """Before the share changes: so far it was what it is."""

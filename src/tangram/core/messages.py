@@ -166,6 +166,11 @@ class StartFailed(Message, frozen=True, kw_only=True):
     retry: bool = True
     """False: a second try cannot help."""
     attempt: int = 0
+    sandbox: str = ""
+    """If given, nothing went wrong, and no attempt is used up: to start it needs a sandbox of its own, of this name. It
+    waits in its old turn until the memory for that is held on the node where it starts, or the name is released."""
+    memory: int = 0
+    """Of that sandbox (MiB)."""
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -219,6 +224,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     run: str = "default"
     node: str = ""
     """Empty: the scheduler chooses."""
+    yields: bool = False
+    """It ends of its own accord when somebody who goes first waits for its memory, as instances of functions do."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sandbox, str) or not self.sandbox:

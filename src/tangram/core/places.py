@@ -20,6 +20,8 @@ class Places:
         self._ledger = ledger
         self._sandboxes_max = sandboxes_max
         self.by_sandbox: dict[str, Place] = {}
+        self.yielding: dict[str, int] = {}
+        """Per node, the memory of sandboxes that end when others wait for it."""
 
     def refusal(self, event: Reserve) -> tuple[str, str] | None:
         """The limit that keeps a sandbox out and why, if one does."""
@@ -36,14 +38,15 @@ class Places:
             return "capacity", f"sandbox {sandbox} asks for {memory} MiB; the largest node has {most}"
         if node and memory and (node not in pools or not pools[node].fits(memory)):
             free = pools[node].free if node in pools else 0
-            return "capacity", f"sandbox {sandbox} asks for {memory} MiB; node {node} has {free} free"
+            return "memory", f"sandbox {sandbox} asks for {memory} MiB; node {node} has {free} free"
         return None
 
-    def reserve(self, event: Reserve, run: Run) -> None:
+    def reserve(self, event: Reserve, run: Run) -> Place:
         """Let a sandbox in. One whose node the caller chose, as it already stands there, holds its memory at once."""
-        place = self.by_sandbox[event.sandbox] = Place(event.sandbox, event.memory, run)
+        place = self.by_sandbox[event.sandbox] = Place(event.sandbox, event.memory, run, yields=event.yields)
         if event.node:
             self.settle_down(place, event.node)
+        return place
 
     def settle_down(self, place: Place, node: str) -> None:
         """The sandbox stands on this node from now on: memory for its whole life is held there."""
@@ -51,6 +54,15 @@ class Places:
         place.wants = ()
         if place.memory:
             place.reserved = self._ledger.hold(self._ledger.kinds[MEMORY][node], place.memory, place.run.usage)
+        if place.yields:
+            self.yielding[node] = self.yielding.get(node, 0) + place.memory
+
+    def _give_back(self, place: Place) -> PoolState | None:
+        """Its memory. Returns the pool if that is free again."""
+        reserved, place.reserved = place.reserved, None
+        if place.yields and place.node:
+            self.yielding[place.node] -= place.memory
+        return reserved.pool if reserved is not None and self._ledger.give_back(reserved) else None
 
     def join(self, place: Place, entry: Entry) -> None:
         place.actions[entry.id] = entry
@@ -70,23 +82,28 @@ class Places:
         del place.actions[entry.id]
         return self.vacate(place) if place.released else None
 
+    def part(self, entry: Entry) -> Place:
+        """It goes on without the sandbox whose memory it waited for."""
+        place = entry.place
+        assert place is not None and entry.is_guest, entry.id
+        del place.actions[entry.id]
+        entry.place = None
+        return place
+
     def vacate(self, place: Place) -> PoolState | None:
         """Give the memory of a released sandbox back, if no action is left in it."""
         if place.actions or self.by_sandbox.get(place.id) is not place:
             return None
         del self.by_sandbox[place.id]
-        reserved, place.reserved = place.reserved, None
-        if reserved is not None and self._ledger.give_back(reserved):
-            return reserved.pool
-        return None
+        return self._give_back(place)
 
     def drop_node(self, node: str) -> list[Place]:
         """The sandboxes of a dead node are gone, with their memory."""
         gone = [place for place in self.by_sandbox.values() if place.node == node]
         for place in gone:
             del self.by_sandbox[place.id]
-            if place.reserved is not None:
-                self._ledger.give_back(place.reserved)
+            self._give_back(place)
+        self.yielding.pop(node, None)
         return gone
 
     def is_alive(self, place: Place) -> bool:
@@ -94,6 +111,10 @@ class Places:
 
     def check(self) -> None:
         """Recompute: a sandbox on a node holds its memory there, one without a node holds none."""
+        for node, memory in self.yielding.items():
+            found = sum(place.memory for place in self.by_sandbox.values() if place.yields and place.node == node)
+            if memory != found:
+                raise InvariantError(f"{memory} MiB on {node} counted as yielding, sandboxes add up to {found}")
         for place in self.by_sandbox.values():
             held_on = place.reserved.pool.node if place.reserved is not None else ""
             if held_on != (place.node if place.memory else ""):

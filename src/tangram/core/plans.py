@@ -174,6 +174,8 @@ class Plans:
             shares = self._grants.ride(rider, entry, node)
             self._queue.dequeue(rider)
             self._launch(rider, node, shares, entry.id)
+        if entry.is_guest:
+            self._places.part(entry)
 
     def _settle_down(self, place: Place, node: str) -> None:
         """The first action of a sandbox has chosen its node; the others wait for that node from now on."""

@@ -72,6 +72,7 @@ class Queue:
         self._of_pool: dict[str, Waiters] = {}
         self._of_kind: dict[str, Waiters] = {}
         self._of_newcomers: dict[str, Waiters] = {}
+        self._of_guests: dict[str, Waiters] = {}
 
     def run(self, name: str) -> Run:
         run = self.runs.get(name)
@@ -159,6 +160,13 @@ class Queue:
             waiters = self._of_newcomers[pool.name] = Waiters(self.of_kind(pool.kind))
         return waiters
 
+    def of_guests(self, pool: PoolState) -> Waiters:
+        """Of the memory of a node, for closing it only to calls that wait for an instance."""
+        waiters = self._of_guests.get(pool.name)
+        if waiters is None:
+            waiters = self._of_guests[pool.name] = Waiters(self.of_kind(pool.kind))
+        return waiters
+
     def set_aside(self, lane: Lane, lack: Lack, now: float) -> None:
         """Close an open lane until something changes where it lacks, or the order."""
         lane.least = lane.floor
@@ -243,18 +251,25 @@ class Queue:
         if waiters is not None and waiters.lanes:
             self._open_all(waiters, free)
 
-    def is_short_of_memory(self, pool: PoolState, now: float) -> bool:
-        """Whether somebody who has no place yet waits for more memory than is free in this pool."""
+    def first_short_of(self, pool: PoolState, yielding: int, now: float) -> Entry | None:
+        """Of those who have no place yet and wait for more memory than is free in this pool, but not for more than
+        there would be with what sandboxes yield, the one that goes first."""
         waiters = self._of_kind.get(pool.kind)
-        lanes = waiters.lanes.values() if waiters is not None else ()
-        return any(pool.free < self.head_of(lane, now).memory <= pool.total for lane in lanes)
+        first: Entry | None = None
+        for lane in waiters.lanes.values() if waiters is not None and yielding else ():
+            head = self.head_of(lane, now)
+            if pool.free < head.memory <= pool.free + yielding and (
+                first is None or self.goes_before(head, first, now)
+            ):
+                first = head
+        return first
 
     def forget(self, pool: PoolState) -> None:
         """The pool is gone: nobody waits for it or closes it any more."""
         self.changed.pop(pool.name, None)
         self.vacated.pop(pool.name, None)
         self.wake(pool, all_lanes=True)
-        for closed in (self._of_pool, self._of_newcomers):
+        for closed in (self._of_pool, self._of_newcomers, self._of_guests):
             waiters = closed.pop(pool.name, None)
             if waiters is not None:
                 for blocker in list(waiters.blockers.values()):
@@ -335,6 +350,8 @@ class Queue:
         found = self.closed_by(self.of_pool(pool), entry, now)
         if found is None and pool.node and not entry.node:
             found = self.closed_by(self.of_newcomers(pool), entry, now)
+            if found is None and entry.is_guest:
+                found = self.closed_by(self.of_guests(pool), entry, now)
         return found
 
     def close(self, entry: Entry, lack: Lack, now: float) -> None:
@@ -391,7 +408,7 @@ class Queue:
         elastic = sum(lane.waiting for run in self.runs.values() for lane in run.lanes.values() if lane.elastic == CPU)
         if elastic != self.elastic_waiting:
             raise InvariantError(f"{self.elastic_waiting} elastic actions counted as waiting, lanes hold {elastic}")
-        places = (*self._of_pool.values(), *self._of_newcomers.values())
+        places = (*self._of_pool.values(), *self._of_newcomers.values(), *self._of_guests.values())
         closures = sum(len(waiters.blockers) for waiters in places)
         if closures != self.closures:
             raise InvariantError(f"{self.closures} closures counted, there are {closures}")

@@ -282,11 +282,37 @@ class Scheduler:
             self._end(entry, *self._stop_reason(entry), refund=True)
             return
         self.expect(entry, State.STARTING, "StartFailed came")
-        if event.retry and entry.attempts < self.limits.attempts_max:
+        if event.sandbox:
+            self._wait_for_memory(entry, event)
+        elif event.retry and entry.attempts < self.limits.attempts_max:
             self._requeue(entry, refund=True)
         else:
             reason = f"start failed {entry.attempts} times, last: {event.reason}"
             self._end(entry, Status.LOST, reason, refund=True)
+
+    def _wait_for_memory(self, entry: Entry, event: StartFailed) -> None:
+        """What it would hold meanwhile others may need before they give their memory back: it holds nothing."""
+        reserve = Reserve(sandbox=event.sandbox, memory=event.memory, run=entry.action.run, yields=True)
+        refusal = self.places.refusal(reserve)
+        if refusal is not None:
+            self._end(entry, Status.LOST, refusal[1], refund=True)
+            return
+        for lane in (entry.heap_lane, entry.fifo_lane):
+            if lane is not None:
+                lane.forget(entry)
+        entry.attempts -= 1
+        entry.place = self.places.reserve(reserve, entry.run)
+        self.places.join(entry.place, entry)
+        self._requeue(entry, refund=True)
+
+    def _wait_without(self, entry: Entry) -> None:
+        """The sandbox that it waited for is not wanted any more."""
+        lane = entry.lane
+        assert lane is not None, entry.id
+        self.queue.dequeue(entry)
+        lane.forget(entry)
+        self.places.part(entry)
+        self.enqueue_again(entry)
 
     def _on_finished(self, event: Finished) -> None:
         entry = self._live(event.action, event.attempt)
@@ -404,7 +430,9 @@ class Scheduler:
         self._timers.drop(entry)
         if entry.stranded_at is not None:
             self._stranded.discard(entry)
-        if entry.place is not None:
+        if entry.is_guest:
+            self.places.vacate(self.places.part(entry))
+        elif entry.place is not None:
             freed = self.places.leave(entry.place, entry)
             if freed is not None:
                 self.queue.wake(freed)
@@ -517,7 +545,10 @@ class Scheduler:
             return
         place.released = True
         for entry in list(place.actions.values()):
-            self._stop(entry, Status.CANCELLED, f"its sandbox {place.id} was released")
+            if entry.is_guest:
+                self._wait_without(entry)
+            else:
+                self._stop(entry, Status.CANCELLED, f"its sandbox {place.id} was released")
         freed = self.places.vacate(place)
         if freed is not None:
             self.queue.wake(freed)

@@ -371,8 +371,36 @@ class Snapshot:
         in_order = self._scheduler.policy.strict or self._queue.is_aged(entry, self.now)
         if in_order and self._ledger.could_hold(entry.needs, entry.node, entry.memory):
             self._queue.close(entry, lack, self.now)
+        elif entry.closed:
+            self._queue.reopen(entry)
+        coming = self._coming(entry)
+        if coming:
+            self._queue.close(entry, Lack((), (), coming), self.now)
         self._queue.set_aside(lane, lack, self.now)
         return lack
+
+    def _coming(self, entry: Entry) -> list[Waiters]:
+        """Memory that will be enough for a sandbox once others have yielded theirs, as instances of functions do. Calls
+        behind it in the order may not take it for new ones, or it would never come together."""
+        if not entry.memory or entry.is_guest:
+            return []
+        yielding = self._scheduler.places.yielding
+        pools = [pool for node, pool in self._ledger.kinds.get(MEMORY, {}).items() if yielding.get(node)]
+        return [
+            self._queue.of_guests(pool) for pool in pools if pool.free < entry.memory <= pool.free + yielding[pool.node]
+        ]
+
+    def awaits_yielding(self) -> Entry | None:
+        """Who goes first of those that wait for memory which sandboxes that yield would be enough for."""
+        yielding, queue = self._scheduler.places.yielding, self._queue
+        pools = self._ledger.kinds.get(MEMORY, {}).values()
+        found = [queue.first_short_of(pool, yielding.get(pool.node, 0), self.now) for pool in pools]
+        waiting = [entry for entry in found if entry is not None]
+        first = waiting[0] if waiting else None
+        for entry in waiting[1:]:
+            if first is not None and queue.goes_before(entry, first, self.now):
+                first = entry
+        return first
 
     def _passed_over(self, entry: Entry, node: str) -> Lack:
         """Where an action that the policy left waiting is tried again. An idle pool is never withheld."""

@@ -20,6 +20,7 @@ from typing import BinaryIO, Protocol, Self, runtime_checkable
 
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
+from tangram.errors import ManagerError
 from tangram.managers.work import Ended, Entry, Work
 
 Output = Callable[[int, bytes], None]
@@ -146,6 +147,16 @@ class Restoring(Protocol):
     async def restore(self, service: str, devices: tuple[int, ...]) -> None:
         """What is in use by now is left alone. Raises ManagerError."""
         ...
+
+
+class ShortOfMemory(ManagerError):
+    """An executor needs memory for a sandbox before it can start an action, and there is none now. Nothing went wrong:
+    the action waits for it, and is started again with that memory held under this name."""
+
+    def __init__(self, sandbox: str, memory_mib: int) -> None:
+        self.sandbox = sandbox
+        self.memory_mib = memory_mib
+        super().__init__(f"it waits for {memory_mib} MiB of memory for a sandbox")
 
 
 class Manager(Executor, Files, Images, Protocol):

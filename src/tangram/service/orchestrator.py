@@ -48,7 +48,7 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, Lease, Manager, Output, Restoring
+from tangram.managers.base import Executor, Lease, Manager, Output, Restoring, ShortOfMemory
 from tangram.managers.work import MIB, Close, Ended, Executed, Open, Work
 from tangram.service.fault import Fault, fault_of
 
@@ -259,9 +259,9 @@ class Orchestrator:
             await undisturbed(_done(ticket.settled))
             raise
 
-    def reserve(self, sandbox: str, memory_mib: int, run: str, node: str = "") -> None:
+    def reserve(self, sandbox: str, memory_mib: int, run: str, node: str = "", *, yields: bool = False) -> None:
         """Memory for a sandbox to come. Raises AdmissionRefused."""
-        for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run, node=node)):
+        for effect in self._send(Reserve(sandbox=sandbox, memory=memory_mib, run=run, node=node, yields=yields)):
             if isinstance(effect, Refuse) and effect.action == sandbox:
                 raise AdmissionRefused(effect.limit, effect.reason)
 
@@ -478,6 +478,14 @@ class Orchestrator:
         except (InvalidInput, AdmissionRefused) as error:
             ticket.error = error
             self._send(StartFailed(action=action, reason=str(error), retry=False, attempt=grant.attempt))
+            return
+        except ShortOfMemory as short:
+            self._send(
+                StartFailed(
+                    action=action, reason=str(short), attempt=grant.attempt, sandbox=short.sandbox,
+                    memory=short.memory_mib,
+                )
+            )  # fmt: skip
             return
         except (ManagerError, OSError) as error:
             retry = error.retry if isinstance(error, ManagerError) else True

@@ -95,6 +95,8 @@ class Picture:
         self._now = 0.0
         """Of the last event."""
         self._event: Event = Tick()
+        self._sandbox_by_call: dict[str, str] = {}
+        """Of calls that wait for the memory of an instance: what that will be called."""
         self._on_event: dict[type, Callable[[Any, float], None]] = {
             Started: self.lives.started,
             StartFailed: self._attempt_over,
@@ -150,11 +152,18 @@ class Picture:
         life = self.lives.attempt_over(event, now)
         if life is not None:
             self.lives.waits(life, now)
+            if isinstance(event, StartFailed) and event.sandbox:
+                self._sandbox_by_call[event.action] = event.sandbox
 
     def _granted(self, effect: Start, now: float) -> None:
+        sandbox, run = self._sandbox_by_call.pop(effect.action.id, ""), effect.action.run
+        if sandbox in self.scheduler.places.by_sandbox:
+            self.boxes.open(sandbox, run, self.accounts.run(run), effect.grant.node, now)
+            self.lives.touch_memory(effect.grant.node, now)
         self.lives.granted(effect.action, effect.grant, self._event, now)
 
     def _settled(self, effect: Settle, now: float) -> None:
+        self._sandbox_by_call.pop(effect.outcome.action, None)
         past = self.lives.settled(effect.outcome, self.rows.last + 1, now)
         if past is not None:
             self.rows.keep(past)

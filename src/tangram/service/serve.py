@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token, require_files
-from tangram.core.demand import MEMORY
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
@@ -54,6 +53,7 @@ from tangram.service.routes import Api
 from tangram.service.sight import Sight
 from tangram.service.spaces import space_of
 from tangram.service.translate import Rules
+from tangram.service.who_waits import WhoWaits
 from tangram.service.wire import About
 
 VERSION = version("arl-tangram")
@@ -233,12 +233,12 @@ class _Parts:
         self.picture = Picture(scheduler, version=VERSION, durability=config.service.durability)
         functions = BoxedFunctionManager(
             self.manager,
-            lambda sandbox, memory_mib, run: self.orchestrator.adopt(sandbox, memory_mib, run, node),
+            lambda sandbox, memory_mib, run: self.orchestrator.reserve(sandbox, memory_mib, run, node, yields=True),
             lambda sandbox: self.orchestrator.release(sandbox),
             idle_s_max=config.limits.sandbox_idle_s,
             owner_of=lambda action: space_of(action.id),
             instances_max=lambda space: self.desk.rooms.left(space),
-            is_awaited=lambda: _is_memory_awaited(scheduler),
+            queue=WhoWaits(scheduler),
         )
         self.picture.instances = functions.seen
         executors: dict[type[Work], Executor] = {Hold: held, Post: EndpointManager()}
@@ -297,11 +297,6 @@ class _Parts:
         journal.observe = metrics.committed
         sight = Sight(machine, self.picture, metrics.text, models, self.event_log)
         self.api = Api(self.desk, self.runs, self.manager, images, sight, lambda: about)
-
-
-def _is_memory_awaited(scheduler: Scheduler) -> bool:
-    pools = scheduler.ledger.kinds.get(MEMORY, {})
-    return any(scheduler.queue.is_short_of_memory(pool, scheduler.now) for pool in pools.values())
 
 
 def _event_log(config: Config, pools: tuple[Pool, ...]) -> EventLog | None:

@@ -16,6 +16,8 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from operator import is_not
 from types import TracebackType
 from typing import Self
 
@@ -27,8 +29,11 @@ from tangram.errors import ManagerError
 from tangram.managers.base import Lease, Manager, Output
 from tangram.managers.functions.boxed_host import (
     PREFIX,
+    Awaiting,
     BoxedHost,
     BoxedInstance,
+    MemoryQueue,
+    Nobody,
     Release,
     Reserve,
     Surroundings,
@@ -61,17 +66,17 @@ class BoxedFunctionManager:
     def __init__(
         self, manager: Manager, reserve: Reserve, release: Release, *, image: str = HOST_IMAGE,
         idle_s_max: float = math.inf, owner_of: Callable[[Action], str] = lambda action: action.run,
-        instances_max: Callable[[str], int] = lambda owner: sys.maxsize, is_awaited: Callable[[], bool] = lambda: False,
+        instances_max: Callable[[str], int] = lambda owner: sys.maxsize, queue: MemoryQueue | None = None,
     ) -> None:  # fmt: skip
         """`manager` is entered before this one and left after it. `reserve` and `release` are told of every sandbox
         that is made there and removed. `owner_of` says whose the instances are that a call makes, `instances_max` how
-        many such an owner may have, `is_awaited` whether anybody waits for memory."""
+        many such an owner may have, `queue` who waits for memory."""
         self._owner_of = owner_of
         self._instances_max = instances_max
-        self._is_awaited = is_awaited
+        self._queue = queue or Nobody()
         self._idle: dict[BoxedInstance, BoxedHost] = {}
         self._around = Surroundings(
-            manager=manager, reserve=reserve, release=release, image=image, idle_s_max=idle_s_max,
+            manager=manager, reserve=reserve, release=release, queue=self._queue, image=image, idle_s_max=idle_s_max,
             is_over=self._is_over, reclaim=self._reclaim, idle=self._idle,
         )  # fmt: skip
         self._hosts: dict[Key, BoxedHost] = {}
@@ -174,16 +179,26 @@ class BoxedFunctionManager:
 
     def look(self) -> None:
         """Something has changed: if anybody waits for memory, idle instances end, one after the other, until nobody
-        does."""
-        if self._open and self._yielding is None and self._idle and self._is_awaited():
+        does. A call of their own function gets one as it is."""
+        if self._open and self._yielding is None and self._idle and self._queue.first() is not None:
             self._yielding = asyncio.get_running_loop().create_task(self._yield())
 
     async def _yield(self) -> None:
         try:
-            while self._is_awaited() and (removal := self._removal(_any)) is not None:
+            while (awaiting := self._queue.first()) is not None:
+                own = self._own(awaiting)
+                if own is not None and own.promise(awaiting):
+                    continue
+                removal = self._removal(_any if own is None else partial(is_not, own))
+                if removal is None:
+                    return
                 await asyncio.wait({removal})
         finally:
             self._yielding = None
+
+    def _own(self, awaiting: Awaiting) -> BoxedHost | None:
+        """The host that has idle instances for somebody who waits."""
+        return next((host for host in self._hosts.values() if host.idle and host.is_wanted_by(awaiting)), None)
 
     def trim(self, owner: str) -> None:
         """Idle instances of an owner end, the one that was idle the longest first, as far as it has more than it may

@@ -3,17 +3,19 @@
 Owns which instance is idle, which one ends when, and the memory that is reserved for each. Promises that there are
 never more sandboxes than the function may have, those included that are being opened or removed, that one which may not
 be used again never is, and that closing leaves nothing. Who is idle keeps nobody waiting: whoever is about to open an
-instance has idle ones ended first, as far as it takes.
+instance has idle ones ended first, as far as it takes. A call for which there is no memory then, or only what others
+wait for, is not started: it waits in the queue of the scheduler, and holds nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,7 +23,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand, fixed
 from tangram.core.messages import Grant
 from tangram.errors import AdmissionRefused, FileFailed, ManagerError
-from tangram.managers.base import Manager
+from tangram.managers.base import Manager, ShortOfMemory
 from tangram.managers.functions.boxed_parcel import parcel
 from tangram.managers.functions.boxed_program import DIRECTORY
 from tangram.managers.functions.work import FunctionSpec
@@ -44,8 +46,45 @@ Reserve = Callable[[str, int, str], None]
 """Of a sandbox: its name, MiB of memory, and the run. Raises AdmissionRefused."""
 Release = Callable[[str], None]
 
-COMMON_LIMITS = ("capacity", "sandboxes_max")
+SHORT = "memory"
+"""The limit that is reached when there is no memory now: whoever waits will have it."""
+COMMON_LIMITS = (SHORT, "capacity", "sandboxes_max")
 """Limits of the machine: idle instances of any owner make room. Others concern their owner alone."""
+
+
+class Awaiting(msgspec.Struct, frozen=True):
+    """Somebody who waits for memory."""
+
+    action: str
+    sandbox: str
+    """For which it waits: of a call, what its instance will be called."""
+
+
+class MemoryQueue(Protocol):
+    """The scheduler, as whoever has instances sees it."""
+
+    def first(self) -> Awaiting | None:
+        """Who goes first of those that wait for memory which instances have."""
+        ...
+
+    def waits(self, action: str) -> bool: ...
+
+    def holds(self, sandbox: str) -> bool:
+        """Whether there is memory under this name."""
+        ...
+
+
+class Nobody:
+    """Waits for memory."""
+
+    def first(self) -> Awaiting | None:
+        return None
+
+    def waits(self, action: str) -> bool:
+        return False
+
+    def holds(self, sandbox: str) -> bool:
+        return False
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +93,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     manager: Manager
     reserve: Reserve
     release: Release
+    queue: MemoryQueue
     image: str
     idle_s_max: float
     """After which an instance that is not called ends, whatever its function says."""
@@ -98,6 +138,29 @@ class BoxedHost:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self.users = 0
         """Calls that are under way."""
+        self._tag = _digest(owner, run, spec.name)
+        self.promised: list[str] = []
+        """Calls that waited for memory, and were told to come for an idle instance."""
+
+    # ---- calls that wait for memory ----
+
+    def name_for(self, action: Action, grant: Grant) -> str:
+        """Of the instance for whose memory this attempt of a call waits: the same when it comes again."""
+        return f"{PREFIX}{self._tag}{_digest(action.id, str(grant.attempt))}"
+
+    def is_wanted_by(self, awaiting: Awaiting) -> bool:
+        """Whether it is a call of this function that waits."""
+        return awaiting.sandbox.startswith(f"{PREFIX}{self._tag}")
+
+    def promise(self, awaiting: Awaiting) -> bool:
+        """Have a call come for an idle instance instead of the memory for a new one. False: there is none that another
+        does not come for."""
+        self.promised = [action for action in self.promised if self.around.queue.waits(action)]
+        if len(self.promised) >= len(self.idle):
+            return False
+        self.promised.append(awaiting.action)
+        self.around.release(awaiting.sandbox)
+        return True
 
     @property
     def instances(self) -> frozenset[BoxedInstance]:
@@ -148,15 +211,21 @@ class BoxedHost:
         if not self._instances and not self.users:
             self._on_empty()
 
-    async def open(self, action: Action, grant: Grant) -> BoxedInstance:
-        """A new one, with everything in it that a call needs. Raises AdmissionRefused, InvalidAction, ManagerError."""
+    async def open(self, action: Action, grant: Grant, *, held: bool) -> BoxedInstance:
+        """A new one, with everything in it that a call needs. `held`: its memory is, under the name for this call.
+        Raises AdmissionRefused, InvalidAction, ManagerError."""
         assert self.has_room, "whoever opens an instance has seen that there is room"
-        instance = BoxedInstance(f"{PREFIX}{secrets.token_hex(8)}")
+        awaited = self.name_for(action, grant)
+        instance = BoxedInstance(awaited if held else f"{PREFIX}{secrets.token_hex(8)}")
         self._instances.add(instance)
         try:
-            await self._reserve(instance)
+            await self._require_cap()
+            if not held:
+                await self._reserve(instance, awaited)
         except BaseException:
             self._forget(instance)
+            if held:
+                self.around.release(instance.name)
             raise
         try:
             await self._open(instance, action, grant)
@@ -168,19 +237,26 @@ class BoxedHost:
         instance.is_open = True
         return instance
 
-    async def _reserve(self, instance: BoxedInstance) -> None:
-        """Who is idle makes room for who is not."""
-        around = self.around
-        while around.is_over(self.owner):
-            if not await around.reclaim(self.owner, False):
+    async def _require_cap(self) -> None:
+        while self.around.is_over(self.owner):
+            if not await self.around.reclaim(self.owner, False):
                 raise ManagerError(f"run {self.run} may have fewer sandboxes than it had when this call was let in")
-        while True:
+
+    async def _reserve(self, instance: BoxedInstance, awaited: str) -> None:
+        """Who is idle makes room for who is not. What others wait for already is not taken: the call waits with them,
+        as it does where there is no memory, for that of a sandbox called `awaited`."""
+        around, memory_mib = self.around, -(-self.sandbox_spec().memory_bytes // MIB)
+        while around.queue.first() is None:
             try:
-                around.reserve(instance.name, -(-self.sandbox_spec().memory_bytes // MIB), self.run)
+                around.reserve(instance.name, memory_mib, self.run)
                 return
             except AdmissionRefused as refused:
-                if not await around.reclaim(self.owner, refused.limit in COMMON_LIMITS):
+                if await around.reclaim(self.owner, refused.limit in COMMON_LIMITS):
+                    continue
+                if refused.limit != SHORT:
                     raise
+                break
+        raise ShortOfMemory(awaited, memory_mib)
 
     async def _open(self, instance: BoxedInstance, action: Action, grant: Grant) -> None:
         manager, spec = self.around.manager, self.sandbox_spec()
@@ -260,6 +336,10 @@ async def close_sandbox(manager: Manager, name: str) -> None:
     ended = await lease.wait()
     if ended.lost:
         raise ManagerError(ended.lost)
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 def inside(action: Action, instance: BoxedInstance) -> Action:

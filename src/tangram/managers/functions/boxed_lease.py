@@ -68,6 +68,8 @@ class BoxedLease:
         """Of the program that runs in the sandbox now."""
         self._turn: asyncio.Future[None] | None = None
         """What it waits for before it has an instance."""
+        self._held = host.around.queue.holds(host.name_for(action, grant))
+        """Memory for a new instance, for which it has waited."""
         self._size: tuple[int, int] | None = None
         """As it was resized."""
         self._begun = asyncio.Event()
@@ -132,7 +134,11 @@ class BoxedLease:
 
     async def _run(self) -> Ended:
         try:
-            return await self._with_instance()
+            try:
+                return await self._with_instance()
+            finally:
+                if self._held:  # it was stopped before, or found an instance
+                    self._host.around.release(self._host.name_for(self._action, self._grant))
         except Stopped:
             return Ended(usage=self._usage)
         except FunctionBroken as broken:
@@ -188,7 +194,8 @@ class BoxedLease:
             self._turn = host.turn()
             await asyncio.wait({self._turn})
             self._turn = None
-        instance = await host.open(self._action, self._grant)
+        held, self._held = self._held, False
+        instance = await host.open(self._action, self._grant, held=held)
         try:
             await self._load(instance)
         except BaseException:

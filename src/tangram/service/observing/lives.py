@@ -128,8 +128,13 @@ class Lives:
         if life is None or life.phase == WAITING or event.attempt not in (0, life.attempt):
             return None
         self._freed = life.pools
-        reason = event.reason if isinstance(event, StartFailed) else event.lost
-        return life if self._follow(life, now, reason) else None
+        if isinstance(event, Finished):
+            return life if self._follow(life, now, event.lost) else None
+        if event.sandbox and event.action in self._scheduler.entries:
+            # It used up no attempt: one that was granted anew has the same number.
+            self._back_to_queue(life, now, event.reason)
+            return life
+        return life if self._follow(life, now, event.reason) else None
 
     def node_down(self, node: str, now: float) -> list[Life]:
         """Returns those that are in the queue again."""
