@@ -25,7 +25,7 @@ from tangram.managers.functions import BoxedFunctionManager
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
-from tangram.managers.work import MIB, Commit, Exec, Hold, Open, Prepare, SandboxSpec
+from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
 from tangram.service.fault import Draining, NotFound, fault_of
 from tangram.service.images import OwnedImages
@@ -401,11 +401,15 @@ class Desk:
         await self._discard(self.sandbox(caller, name))
 
     async def _discard(self, inner: str) -> None:
+        """What opens or closes it has settled before it is ended: an opening that came to its end afterwards would leave
+        a sandbox that nobody knows of."""
         for live in self._lives.of_box(inner):
-            self.orchestrator.cancel(live.action.id)
+            self._cancel(live)
+        while making := [live.settled for live in self._lives.of_box(inner) if _makes_or_ends(live)]:
+            await asyncio.wait(making)
         await self.orchestrator.discard(inner)
+        self._lives.leave_box(inner)  # in one turn with its memory: whoever opens one of that name has another
         await self.journal.sandbox_closed(inner)
-        self._lives.leave_box(inner)
 
     # ---- runs ----
 
@@ -495,6 +499,11 @@ def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:
 def _refused(action: str, error: AdmissionRefused | InvalidInput) -> Settled:
     outcome = Outcome(action=action, status=Status.REFUSED, reason=str(error))
     return Settled(outcome=outcome, fault=fault_of(error))
+
+
+def _makes_or_ends(live: Live) -> bool:
+    """Its sandbox, which has not settled."""
+    return isinstance(live.work, Open | Close) and not live.settled.done()
 
 
 def _set(future: asyncio.Future[None]) -> None:
