@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from itertools import count
 
 import msgspec
@@ -20,7 +20,7 @@ from tangram.config import RunLimits
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.messages import Concluded, Pool, PoolChanged, RunChanged
-from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
+from tangram.errors import AdmissionRefused, InvalidInput, ManagerError, TangramError
 from tangram.managers.functions import BoxedFunctionManager
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.pace import advice_of
@@ -401,8 +401,8 @@ class Desk:
         await self._discard(self.sandbox(caller, name))
 
     async def _discard(self, inner: str) -> None:
-        """What opens or closes it has settled before it is ended: an opening that came to its end afterwards would leave
-        a sandbox that nobody knows of."""
+        """What opens or closes it has settled before it is ended: an opening that came to its end afterwards would
+        leave a sandbox that nobody knows of."""
         for live in self._lives.of_box(inner):
             self._cancel(live)
         while making := [live.settled for live in self._lives.of_box(inner) if _makes_or_ends(live)]:
@@ -427,24 +427,40 @@ class Desk:
         self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=caps.running_max, private=True)))
 
     async def end_run(self, space: str) -> None:
-        """Its actions are cancelled, its sandboxes closed and the instances of its functions ended; then its results
-        go."""
+        """Its actions are cancelled, its results deleted, its sandboxes closed, the instances of its functions ended
+        and its images forgotten. Can be done again: what fails keeps nothing else from going, is logged, and raised as
+        one ManagerError at the end."""
         lives = self._lives.of_space(space)
         for live in lives:
             self._cancel(live, f"its run {live.action.run} was revoked")
             self._quotas.let_go(live.action.id)
         if lives:
             await asyncio.wait({live.settled for live in lives})
-        for name in [name for name, box in self._lives.boxes.items() if box.space == space]:
-            await self._discard(name)
-        await self._functions.end(space)
+        self._tails.forget(lambda id: space_of(id) == space)
+        self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
+        await self.journal.forget((space,))
+        boxes = [name for name, box in self._lives.boxes.items() if box.space == space]
+        failures = [await self._tried(f"sandbox {name}", self._discard(name)) for name in boxes]
+        failures.append(await self._tried(f"functions of {space}", self._functions.end(space)))
         self.rooms.forget(space)
         for kind in self._functions_by_space.pop(space, ()):
             self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0, private=True)))
-        self._tails.forget(lambda id: space_of(id) == space)
-        self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
-        await self._images.forget_all(space)
-        await self.journal.forget((space,))
+        for image in self._images.of(space):
+            failures.append(await self._tried(f"image {image}", self._images.forget_of_ended(image)))
+        said = [failure for failure in failures if failure]
+        if said:
+            raise ManagerError(f"of run {space} something is left; revoke it again: {'; '.join(said)}")
+
+    async def _tried(self, what: str, ending: Awaitable[object]) -> str:
+        """Why it failed, which is logged; empty if it did not. A journal that fails is the end of everything."""
+        try:
+            await ending
+        except JournalFailed:
+            raise
+        except (TangramError, OSError) as error:
+            log.error("not ended %s: %s", what, error)
+            return f"{what}: {error}"
+        return ""
 
     # ---- what was left behind ----
 

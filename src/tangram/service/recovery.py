@@ -2,23 +2,25 @@
 
 Owns no state. Promises that nothing is lost and nothing runs twice unasked: what was queued is queued again in its
 order; what was running is run again if its caller declared that it may be, and is settled as lost otherwise; results
-stay. Sandboxes that their manager kept are taken over, and of the others it is said why they are gone.
+stay. Sandboxes that their manager kept are taken over, and of the others it is said why they are gone. Nothing of a run
+whose revocation was under way is taken up again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from tangram.core.action import Status
-from tangram.errors import AdmissionRefused
+from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.service.desk import Desk
 from tangram.service.journal import Phase, Recovered
 from tangram.service.remembering import decode_action, decode_work
+from tangram.service.spaces import space_of
 
 log = logging.getLogger("tangram.service")
 
@@ -58,7 +60,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join([*([found] if found else []), *self.notes])
 
 
-async def recover(desk: Desk, found: Recovered, manager: object, node: str) -> Report:
+async def recover(desk: Desk, found: Recovered, manager: object, node: str, ending: Collection[str] = ()) -> Report:
+    """`ending`: spaces of which nothing goes on."""
     adopted: Mapping[str, SandboxSpec] = manager.adopted if isinstance(manager, Keeping) else {}
     missing: Mapping[str, str] = manager.missing if isinstance(manager, Keeping) else {}
     taken, lost_boxes = await _take_over(desk, found, adopted, missing, node)
@@ -68,6 +71,9 @@ async def recover(desk: Desk, found: Recovered, manager: object, node: str) -> R
             results += 1
             continue
         action, work = decode_action(known.action), decode_work(known.work)
+        if space_of(action.id) in ending:
+            await desk.conclude(action, Status.CANCELLED, f"its run {action.run} was revoked")
+            continue
         if known.phase is Phase.QUEUED:
             queued += 1
         elif (isinstance(work, Open) and action.sandbox in taken) or (
@@ -119,5 +125,8 @@ async def _take_over(
         await desk.journal.sandbox_closed(name)
     for name in adopted.keys() - taken:
         log.warning("sandbox ended sandbox=%s: the journal does not know it, or has no room for it", name)
-        await desk.orchestrator.end_sandbox(name, node)
+        try:
+            await desk.orchestrator.end_sandbox(name, node)
+        except ManagerError as error:
+            log.error("sandbox not closed sandbox=%s: %s", name, error)
     return taken, lost

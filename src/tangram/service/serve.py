@@ -28,7 +28,7 @@ from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
-from tangram.errors import InvalidConfig, TangramError
+from tangram.errors import InvalidConfig, ManagerError, TangramError
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManager, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
@@ -138,8 +138,11 @@ async def running(config: Config) -> AsyncIterator[Up]:
             # The desk is there before the first answer, and the door is open before anything can end.
             for run in parts.runs.all():
                 parts.desk.cap(run.name, run.caps)
-            report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name)
+            ending = parts.runs.ending
+            report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name, ending)
             journal.recovered = Recovered()  # what waits is with the desk, and what has settled is on disk
+            for name in ending:
+                await _end_run(parts, name)
             for run in parts.runs.all():
                 parts.desk.weigh(run.name, run.weight)
             parts.picture.recovered = str(report)
@@ -161,6 +164,19 @@ async def running(config: Config) -> AsyncIterator[Up]:
                 finally:
                     parts.desk.draining = parts.picture.draining = True
                     await _drain(parts.orchestrator, up, service.drain_s)
+
+
+async def _end_run(parts: _Parts, name: str) -> None:
+    """One whose revocation the service before this one did not bring to its end. What is left again keeps its name, and
+    nobody else from being served."""
+    try:
+        async with parts.runs.revoking(name):
+            await parts.desk.end_run(name)
+        log.info("run revoked run=%s", name)
+    except JournalFailed:
+        raise
+    except ManagerError as error:
+        log.error("run not ended run=%s: %s", name, error)
 
 
 def require_usable(config: Config) -> None:
