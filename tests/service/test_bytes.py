@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.asking import ADMIN_TOKEN, Caller, Line, asking, line, make_run, tenants, until
+from tests.service.asking import ADMIN_TOKEN, Caller, Line, asked, asking, line, make_run, tenants, until
 from tests.service.shared import serving
 
 from tangram.config import RunLimits
 from tangram.service import api
+from tangram.service.journal import RECORD_BYTES_MAX
 from tangram.service.journal_store import Store
+from tangram.service.serve import STREAM_BYTES_MAX
 
 MIB = 1 << 20
 LARGE = 16 * MIB
@@ -208,5 +210,34 @@ def test_a_run_is_revoked_while_the_file_of_the_journal_is_made_smaller(
             assert (await again.ask("GET", "/v1/actions/wordy", wait_s=0)).code == "not_found"
             assert up.desk.journal.kept_bytes[a.name] == 0
             compacting.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_result_that_the_journal_cannot_take_is_lost_and_costs_nobody_else_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("journal", "remembering"):
+        monkeypatch.setattr(f"tangram.service.{module}.RECORD_BYTES_MAX", 20_000)
+
+    async def main() -> None:
+        async with asked(tmp_path) as caller:
+            await caller.open()
+            work = {"type": "Exec", "command": "cat; cat >&2", "stdin": base64.b64encode(b"x" * 15_000).decode()}
+            outcome = (await caller.submit("large", work, sandbox="box")).json["settled"]["outcome"]
+            assert outcome["status"] == "lost" and "the journal takes 20000 at once" in outcome["reason"]
+            assert (await caller.run("small", "echo fine")).json["settled"]["outcome"]["status"] == "succeeded"
+
+    asyncio.run(main())
+
+
+def test_what_is_kept_of_a_program_fits_into_the_journal_whatever_the_config_says(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asked(tmp_path, limits=RunLimits(body_bytes_max=1 << 30)) as caller:
+            await caller.open()
+            work = {"type": "Exec", "command": "true", "capture_bytes_max": RECORD_BYTES_MAX // 2}
+            assert (await caller.submit("too-much", work, sandbox="box")).error["limit"] == "capture_bytes_max"
+            most = work | {"capture_bytes_max": STREAM_BYTES_MAX}
+            assert (await caller.submit("most", most, sandbox="box")).json["state"] == "settled"
 
     asyncio.run(main())

@@ -513,8 +513,8 @@ def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:
 
 
 def _refused(action: str, error: AdmissionRefused | InvalidInput) -> Settled:
-    outcome = Outcome(action=action, status=Status.REFUSED, reason=str(error))
-    return Settled(outcome=outcome, fault=fault_of(error))
+    fault = fault_of(error)
+    return Settled(outcome=Outcome(action=action, status=Status.REFUSED, reason=fault.message), fault=fault)
 
 
 def _makes_or_ends(live: Live) -> bool:

@@ -35,14 +35,14 @@ from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.models.preparing import require_importable
 from tangram.managers.quota import Quota, QuotaManager, Rate
-from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, Hold, Work
+from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MIB, Hold, Work
 from tangram.service.api import Door
 from tangram.service.app import application
 from tangram.service.auth import Runs
 from tangram.service.desk import SWEEP_S, Desk, quota_pools
 from tangram.service.event_log import EventLog
 from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal, JournalFailed, Recovered
+from tangram.service.journal import RECORD_BYTES_MAX, Journal, JournalFailed, Recovered
 from tangram.service.keys import as_keys
 from tangram.service.listening import bind, serving
 from tangram.service.metrics import Metrics
@@ -59,6 +59,8 @@ from tangram.service.wire import About
 VERSION = version("arl-tangram")
 COMPACT_S = 120.0
 """How often results that arrived or are too old are deleted."""
+STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
+"""Of each stream of a program: both of them, and what else is told of an end, are one record of the journal."""
 OWNER = "service"
 """Whose sandboxes they are: the next service of this name takes them over."""
 
@@ -283,7 +285,7 @@ class _Parts:
             functions=Call in executors,
             endpoints=config.service.endpoints,
             network=config.limits.network,
-            capture_bytes_max=max(config.limits.body_bytes_max, CAPTURE_BYTES_MAX),
+            capture_bytes_max=min(max(config.limits.body_bytes_max, CAPTURE_BYTES_MAX), STREAM_BYTES_MAX),
         )
         self.desk = Desk(
             self.orchestrator,
