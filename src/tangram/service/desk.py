@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import count
 
 import msgspec
@@ -28,6 +28,7 @@ from tangram.managers.quota import Quota, QuotaManager
 from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
 from tangram.service.fault import Draining, NotFound, fault_of
+from tangram.service.gate import Gate
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal, JournalFailed, Phase
 from tangram.service.lives import Live, Lives
@@ -81,6 +82,7 @@ class Desk:
         self.journal = journal
         self.limits = limits
         self.draining = False
+        self.gate = Gate()
         self.gone: dict[str, str] = {}
         """Sandboxes that did not survive a restart, and why."""
         self._quotas = quotas
@@ -392,6 +394,23 @@ class Desk:
             raise NotFound("sandbox", name)
         box.used_s = self._now()
         return inner
+
+    @contextlib.contextmanager
+    def using(self, caller: Caller, name: str) -> Iterator[str]:
+        """As `sandbox`, for work on its files, however long that takes. What its manager says of it names it as its
+        caller does."""
+        inner = self.sandbox(caller, name)
+        box = self._lives.boxes[inner]
+        box.active += 1
+        try:
+            yield inner
+        except ManagerError as error:
+            if type(error) is not ManagerError:
+                raise  # it is of the service, and names nothing of a manager
+            raise ManagerError(self.names(caller).outer(str(error)), retry=error.retry) from error
+        finally:
+            box.active -= 1
+            box.used_s = self._now()
 
     async def discard(self, caller: Caller, name: str) -> None:
         """End a sandbox at once, with all that runs in it. It may be an instance of a function."""

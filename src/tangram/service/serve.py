@@ -2,7 +2,8 @@
 
 Owns the order in which things come up and go down. Coming up: the journal, the managers, the scheduler, what the
 journal remembers, then the door. Going down: the door takes nothing more in, what runs may end within a limit, what
-waits stays in the journal, sandboxes stay for the next start or are closed, as the config says.
+waits stays in the journal, then the gate is closed to all else that managers are asked for, sandboxes stay for the next
+start or are closed, as the config says.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ COMPACT_S = 120.0
 """How often results that arrived or are too old are deleted."""
 STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
 """Of each stream of a program: both of them, and what else is told of an end, are one record of the journal."""
+GATE_S = 10.0
+"""For work on files, sandboxes and images that is under way when nothing runs any more."""
 OWNER = "service"
 """Whose sandboxes they are: the next service of this name takes them over."""
 
@@ -166,6 +169,9 @@ async def running(config: Config) -> AsyncIterator[Up]:
                 finally:
                     parts.desk.draining = parts.picture.draining = True
                     await _drain(parts.orchestrator, up, service.drain_s)
+                    left = await parts.desk.gate.close(0.0 if up.stop_now.is_set() else GATE_S)
+                    if left:
+                        log.warning("requests cut off: %d did not end within %g s", left, GATE_S)
 
 
 async def _end_run(parts: _Parts, name: str) -> None:
