@@ -8,15 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.service.asking import ADMIN_TOKEN, asking, make_run, tenants, token_file
-from tests.service.shared import config_of, serving
+from tests.service.shared import config_of, keeping, note_box, note_exec, serving
 
 from tangram.core.action import Action, Outcome, Status
-from tangram.core.demand import CPU, Demand, cores
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease, Output
-from tangram.managers.fake import FakeManager, FakeSandbox
-from tangram.managers.work import Close, Exec, SandboxSpec, Work
+from tangram.managers.fake import FakeManager
+from tangram.managers.work import Close, Work
 from tangram.service.auth import Record
 from tangram.service.journal import Journal
 from tangram.service.orchestrator import Settled
@@ -72,34 +71,17 @@ def test_a_revocation_that_the_service_did_not_survive_is_brought_to_its_end_bef
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal as a kill in the middle of it leaves one, and a manager that has kept the sandboxes."""
-    spec = SandboxSpec()
-    kept = {"code/box": spec, "math/box": spec}
-    closed: list[str] = []
-    close = FakeManager._close
-
-    def closing(self: FakeManager, name: str, why: str) -> None:
-        closed.append(name)
-        close(self, name, why)
-
-    async def entered(self: FakeManager) -> FakeManager:
-        self._boxes = {name: FakeSandbox(spec, {}, set()) for name in kept}
-        return self
-
-    monkeypatch.setattr(FakeManager, "adopted", kept, raising=False)
-    monkeypatch.setattr(FakeManager, "missing", {}, raising=False)
-    monkeypatch.setattr(FakeManager, "_close", closing)
-    monkeypatch.setattr(FakeManager, "__aenter__", entered)
+    closed = keeping(monkeypatch, "code/box", "math/box")
 
     async def main() -> None:
         record = msgspec.msgpack.encode(Record(weight=1.0, caps=Caps(), made_at=0.0))
         async with Journal(config_of(tmp_path).service.journal) as journal:
             await journal.run_ending("code", record)
-            for name in kept:
-                await journal.sandbox_opened(name, name.partition("/")[0], "local", encode(spec))
-            for id in ("done", "queued", "running"):
-                action = Action(id=f"code/{id}", demand=Demand({CPU: cores(1)}), run="code", sandbox="code/box")
-                await journal.submitted(action.id, "code", encode(action), encode(Exec(command="echo hidden")))
-            await journal.starting("code/running", 1)
+            for name in ("code/box", "math/box"):
+                await note_box(journal, name)
+            await note_exec(journal, "code/done", sandbox="box")
+            await note_exec(journal, "code/queued", sandbox="box")
+            await note_exec(journal, "code/running", sandbox="box", started=True, idempotent=True)
             outcome = Outcome(action="code/done", status=Status.SUCCEEDED)
             await journal.settled("code/done", encode(Settled(outcome=outcome)))
         async with (

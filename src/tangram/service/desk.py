@@ -372,9 +372,11 @@ class Desk:
     # ---- sandboxes ----
 
     def sandboxes(self, caller: Caller) -> list[SandboxReply]:
-        """Those that are open, and the instances of functions."""
-        names = [name for name, box in self._lives.boxes.items() if caller.admin or box.space == caller.space]
-        instances = [each for each in self._functions.seen() if caller.admin or each.owner == caller.space]
+        """Those that are open, and the instances of functions: the caller's, or all if it is the admin, who has not
+        said of which run."""
+        sees_all = caller.admin and not caller.run
+        names = [name for name, box in self._lives.boxes.items() if sees_all or box.space == caller.space]
+        instances = [each for each in self._functions.seen() if sees_all or each.owner == caller.space]
         return [self.sandbox_reply(caller, name) for name in names] + [
             SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
             for each in instances
@@ -514,9 +516,11 @@ class Desk:
         self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
         self._lives.enter_box(sandbox, run, spec)
 
-    async def resume(self, action: Action, work: AnyWork, size: int) -> None:
-        """An action of the journal, where it has so many bytes, queued again."""
-        await self._begin(self._enter(action, work, size, follow=False))
+    async def resume(self, action: Action, work: AnyWork, size: int) -> bool:
+        """An action of the journal, where it has so many bytes, queued again. False: it has settled instead."""
+        live = self._enter(action, work, size, follow=False)
+        await self._begin(live)
+        return live.ticket is not None
 
     async def conclude(self, action: Action, status: Status, reason: str) -> Settled:
         """An action that the orchestrator never has: it ended with the service before this one, or its sandbox did.

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token, require_files
-from tangram.core.demand import MEMORY
+from tangram.core.demand import CORE, CPU, MEMORY
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
@@ -36,7 +36,7 @@ from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.models.preparing import require_importable
 from tangram.managers.quota import Quota, QuotaManager, Rate
-from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MIB, Hold, Work
+from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MEMORY_BYTES_MIN, MIB, Hold, Work
 from tangram.service.api import Door
 from tangram.service.app import application
 from tangram.service.auth import Runs
@@ -54,7 +54,7 @@ from tangram.service.remembering import Remembering
 from tangram.service.routes import Api
 from tangram.service.sight import Sight
 from tangram.service.spaces import space_of
-from tangram.service.translate import Rules
+from tangram.service.translate import ERRAND, Rules
 from tangram.service.wire import About
 
 VERSION = version("arl-tangram")
@@ -64,6 +64,8 @@ STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
 """Of each stream of a program: both of them, and what else is told of an end, are one record of the journal."""
 GATE_S = 10.0
 """For work on files, sandboxes and images that is under way when nothing runs any more."""
+CORES_MIN = max(ERRAND.values())
+"""What the service does with a sandbox takes so many."""
 OWNER = "service"
 """Whose sandboxes they are: the next service of this name takes them over."""
 
@@ -192,10 +194,22 @@ def require_usable(config: Config) -> None:
     anything."""
     require_files(config)
     with as_keys(config):
-        manager_of(config, ())
+        require_room(manager_of(config, ()).pools())
         models_of(config, lambda event: None)
         for service in config.services:
             require_importable(service.name, service.engine)
+
+
+def require_room(machine: Sequence[Pool]) -> None:
+    """Raises InvalidConfig for a machine on which no sandbox could ever be opened, or nothing done with it."""
+    total = {kind: sum(pool.total for pool in machine if pool.kind == kind) for kind in (CPU, MEMORY)}
+    if total[CPU] < CORES_MIN * CORE:
+        raise InvalidConfig(
+            "cores", total[CPU] / CORE, f"at least {CORES_MIN:g}: less opens no sandbox, or copies none"
+        )
+    if total[MEMORY] * MIB < MEMORY_BYTES_MIN:
+        expected = f"at least {MEMORY_BYTES_MIN // MIB} MiB: no sandbox has less"
+        raise InvalidConfig("memory_bytes", f"{total[MEMORY]} MiB", expected)
 
 
 async def _drain(orchestrator: Orchestrator, up: Up, limit_s: float) -> None:
@@ -251,6 +265,7 @@ class _Parts:
         held = QuotaManager(map(quota_of, config.quotas), lambda event: self.orchestrator.tell(event))
         models = models_of(config, lambda event: self.orchestrator.tell(event))
         machine = self.manager.pools()
+        require_room(machine)
         pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
         scheduler = Scheduler(policy(config.service.policy), pools, limits=config.scheduler)
         self.event_log = _event_log(config, pools)
