@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import glob
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 from tests.chaos.conftest import Owners, inside, until
+from tests.contracts.conftest import Bench, sandbox
 
 import tangram
 from tangram import Status
-from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, TangramError
+from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, ManagerError, TangramError
 from tangram.managers.cpu.manager import SandboxManager
 
 Play = Callable[..., Any]
@@ -603,6 +605,22 @@ def test_a_place_that_cannot_hold_state_is_named(tmp_path: Path, where: str) -> 
 
     with pytest.raises(tangram.TangramError, match=where.strip("/").partition("/")[0].strip(",:")):
         asyncio.run(main())
+
+
+def test_a_sandbox_that_cannot_be_removed_can_be_closed_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Bench(sandbox, tmp_path / "state") as bench:
+            box = await bench.open()
+            (directory,) = glob.glob(f"{tmp_path}/state/owners/*/boxes/*")
+            os.mkdir(f"{directory}/in-the-way")
+            for _ in range(2):
+                with pytest.raises(ManagerError, match="could not be removed"):
+                    await box.close()
+            os.rmdir(f"{directory}/in-the-way")
+            await box.close()
+            assert not glob.glob(directory)
+
+    asyncio.run(main())
 
 
 def test_a_state_directory_that_vanishes_is_an_error_and_no_hang(play: Play, state: Path) -> None:

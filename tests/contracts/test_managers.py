@@ -445,6 +445,26 @@ async def test_closing_twice_is_fine_and_the_name_is_free_again(bench: Bench) ->
     assert await box.names() == []
 
 
+@pytest.mark.parametrize("turns", [1, 40])
+async def test_a_sandbox_that_is_closed_while_it_is_opened_is_gone(bench: Bench, turns: int) -> None:
+    """However far its opening has come."""
+    box = await bench.open()
+    await box.write("note", b"x")
+    await box.commit("of-the-box")
+    work = Open(spec=SandboxSpec(image="of-the-box"))
+    opening = asyncio.create_task(bench.do("late", work))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(bench.do("late", Close()))
+    await asyncio.wait({opening, closing})
+    closing.result()
+    opening.exception()  # it may have been opened, or not
+    with pytest.raises(ManagerError):
+        await bench.start("late", Exec(command="true"))
+    await bench.do("late", work)
+    assert await bench.manager.read("late", "note", bytes_max=10) == b"x"
+
+
 async def test_a_name_is_opened_once(bench: Bench) -> None:
     box = await bench.open()
     await box.write("note", b"kept")

@@ -49,6 +49,23 @@ def test_pools_show_what_is_held_by_whom_and_how_many_wait(screen: Opener, still
     assert set(shown) == runs_on_cpu
 
 
+def test_pools_that_are_there_during_calls_alone_do_not_move_the_others(screen: Opener, still: FakeService) -> None:
+    view = still.model.view
+    names = [pool.name for pool in view().pools]
+
+    def calling() -> View:
+        pools = [msgspec.structs.replace(view().pools[1], name=name, kind=name) for name in OF_CALLS]
+        return msgspec.structs.replace(view(), pools=(*pools, *view().pools))
+
+    still.model.view = calling  # type: ignore[method-assign]
+    page = screen(still).go()
+    assert page.texts(".pool-name strong") == names
+
+
+OF_CALLS = ("instances/math", "function/math/grade", "endpoint/math/judge")
+"""Pools that the service has while somebody calls a function."""
+
+
 def test_segments_of_a_numa_node_are_as_long_as_what_is_held(screen: Opener, still: FakeService) -> None:
     page = screen(still).go()
     cpu = still.model.view().pools[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from tangram.client.client import Client, connect
 from tangram.config import (
@@ -20,9 +21,16 @@ from tangram.config import (
     RunLimits,
     ServiceConfig,
 )
+from tangram.core.action import Action
+from tangram.core.demand import CPU, Demand, cores
 from tangram.core.limits import Limits
+from tangram.managers.fake import FakeManager, FakeSandbox
 from tangram.managers.quota import Quota, Rate
+from tangram.managers.work import Exec, SandboxSpec
+from tangram.service.journal import Journal
+from tangram.service.remembering import encode
 from tangram.service.serve import Up, running
+from tangram.service.spaces import space_of
 
 
 def config_of(
@@ -81,3 +89,41 @@ async def shared(folder: Path, **options: Any) -> AsyncIterator[Client]:
 async def serving(folder: Path, **options: Any) -> AsyncIterator[Up]:
     async with running(config_of(folder, **options)) as up:
         yield up
+
+
+def keeping(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """The fake manager has kept these sandboxes beyond the service before. Returns those that are closed, as they
+    are."""
+    spec, closed = SandboxSpec(), []
+    close = FakeManager._close
+
+    def closing(self: FakeManager, name: str, why: str) -> None:
+        closed.append(name)
+        close(self, name, why)
+
+    async def entered(self: FakeManager) -> FakeManager:
+        self._boxes = {name: FakeSandbox(spec, {}, set()) for name in names}
+        return self
+
+    monkeypatch.setattr(FakeManager, "adopted", dict.fromkeys(names, spec), raising=False)
+    monkeypatch.setattr(FakeManager, "missing", {}, raising=False)
+    monkeypatch.setattr(FakeManager, "_close", closing)
+    monkeypatch.setattr(FakeManager, "__aenter__", entered)
+    return closed
+
+
+async def note_exec(
+    journal: Journal, id: str, *, sandbox: str, started: bool = False, idempotent: bool = False
+) -> None:
+    """A program of whoever has the space before its id, as one that waits or runs."""
+    space = space_of(id)
+    action = Action(
+        id=id, demand=Demand({CPU: cores(1)}), run=space, sandbox=f"{space}/{sandbox}", idempotent=idempotent
+    )
+    await journal.submitted(id, space, encode(action), encode(Exec(command="echo hidden")))
+    if started:
+        await journal.starting(id, 1)
+
+
+async def note_box(journal: Journal, name: str) -> None:
+    await journal.sandbox_opened(name, space_of(name), "local", encode(SandboxSpec()))

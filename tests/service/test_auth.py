@@ -15,7 +15,7 @@ from tests.service.shared import config_of
 
 from tangram.config import RunLimits, admin_token
 from tangram.config.files import TOKEN_LENGTH_MAX as CONFIG_LENGTH_MAX
-from tangram.errors import AdmissionRefused, InvalidAction
+from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
 from tangram.service import auth
 from tangram.service.auth import (
     ANYBODY,
@@ -28,6 +28,7 @@ from tangram.service.auth import (
     Runs,
     hash_of,
 )
+from tangram.service.journal import Run
 from tangram.service.routes import ROUTES
 from tangram.service.wire import Caps, RunRequest
 
@@ -43,6 +44,10 @@ class Facts:
     async def run_changed(self, run: str, token_hash: bytes, record: bytes) -> None:
         await self.may_go_on.wait()
         self.written.append((run, token_hash, record))
+
+    async def run_ending(self, run: str, record: bytes) -> None:
+        await self.may_go_on.wait()
+        self.ending = Run(name=run, token_hash=b"", record=record, ending=True)
 
     async def run_removed(self, run: str) -> None:
         await self.may_go_on.wait()
@@ -148,6 +153,13 @@ async def revoke(runs: Runs, name: str) -> None:
         pass
 
 
+async def revoke_in_vain(runs: Runs, name: str) -> None:
+    async with runs.revoking(name):
+        with pytest.raises(AdmissionRefused, match="being ended"):
+            await revoke(runs, name)
+        raise ManagerError("something is left")
+
+
 def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
     async def main() -> None:
         facts = Facts()
@@ -161,6 +173,28 @@ def test_a_run_that_is_revoked_while_it_is_changed_does_not_come_back() -> None:
         facts.may_go_on.set()
         await asyncio.gather(changing, revoking)
         assert runs.caller(token) is None and runs.all() == []
+
+    asyncio.run(main())
+
+
+def test_a_run_that_could_not_be_ended_keeps_its_name_until_it_is_revoked_again() -> None:
+    async def main() -> None:
+        facts = Facts()
+        runs = Runs(facts, (), ADMIN_TOKEN)
+        token = (await runs.make("a", RunRequest(weight=2.0))).token
+        with pytest.raises(ManagerError):
+            await revoke_in_vain(runs, "a")
+        for each in (runs, Runs(facts, [facts.ending], ADMIN_TOKEN)):  # the second one is that of the next service
+            assert each.ending == ["a"] and each.caller(token) is None
+            assert [(run.name, run.weight, run.ending) for run in each.all()] == [("a", 2.0, True)]
+            with pytest.raises(AdmissionRefused) as caught:
+                await each.make("a", RunRequest())
+            assert caught.value.limit == "run_ending"
+            with pytest.raises(InvalidAction):
+                each.acting("a")
+            await revoke(each, "a")
+            assert each.all() == []
+            await each.make("a", RunRequest())
 
     asyncio.run(main())
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.asking import ADMIN_TOKEN, Caller, Line, asking, line, make_run, tenants, until
+from tests.service.asking import ADMIN_TOKEN, Caller, Line, asked, asking, line, make_run, tenants, until
 from tests.service.shared import serving
 
 from tangram.config import RunLimits
 from tangram.service import api
+from tangram.service.journal import RECORD_BYTES_MAX
 from tangram.service.journal_store import Store
+from tangram.service.serve import STREAM_BYTES_MAX
 
 MIB = 1 << 20
 LARGE = 16 * MIB
@@ -208,5 +213,81 @@ def test_a_run_is_revoked_while_the_file_of_the_journal_is_made_smaller(
             assert (await again.ask("GET", "/v1/actions/wordy", wait_s=0)).code == "not_found"
             assert up.desk.journal.kept_bytes[a.name] == 0
             compacting.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_result_that_the_journal_cannot_take_is_lost_and_costs_nobody_else_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("journal", "remembering"):
+        monkeypatch.setattr(f"tangram.service.{module}.RECORD_BYTES_MAX", 20_000)
+
+    async def main() -> None:
+        async with asked(tmp_path) as caller:
+            await caller.open()
+            work = {"type": "Exec", "command": "cat; cat >&2", "stdin": base64.b64encode(b"x" * 15_000).decode()}
+            outcome = (await caller.submit("large", work, sandbox="box")).json["settled"]["outcome"]
+            assert outcome["status"] == "lost" and "the journal takes 20000 at once" in outcome["reason"]
+            assert (await caller.run("small", "echo fine")).json["settled"]["outcome"]["status"] == "succeeded"
+
+    asyncio.run(main())
+
+
+def test_what_is_kept_of_a_program_fits_into_the_journal_whatever_the_config_says(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asked(tmp_path, limits=RunLimits(body_bytes_max=1 << 30)) as caller:
+            await caller.open()
+            work = {"type": "Exec", "command": "true", "capture_bytes_max": RECORD_BYTES_MAX // 2}
+            assert (await caller.submit("too-much", work, sandbox="box")).error["limit"] == "capture_bytes_max"
+            most = work | {"capture_bytes_max": STREAM_BYTES_MAX}
+            assert (await caller.submit("most", most, sandbox="box")).json["state"] == "settled"
+
+    asyncio.run(main())
+
+
+# ---- the disk of temporary files --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files go, on a disk that is soon full."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small disk")
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(api, "SPOOL_BYTES", 1000)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_of_temporary_files_that_is_full_is_no_bug_and_is_said(
+    tmp_path: Path, small_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = b"x" * 300_000  # large enough to be answered through a file
+
+    async def main() -> None:
+        async with asked(tmp_path) as caller:
+            await caller.open()
+            work = {"type": "Exec", "command": "cat > large", "stdin": base64.b64encode(content).decode()}
+            await caller.submit("make", work, sandbox="box")
+            asks = (
+                caller.ask("PUT", "/v1/sandboxes/box/files", body=content, path="x"),
+                caller.ask("PUT", "/v1/sandboxes/box/tree", body=content, path="x"),
+                caller.ask("POST", "/v1/images", body=content),
+                caller.ask("GET", "/v1/sandboxes/box/files", path="large"),
+                caller.ask("GET", "/v1/sandboxes/box/tree", path="large"),
+                caller.run("tell", "cat large"),
+            )
+            for failed in [await ask for ask in asks]:
+                assert (failed.status, failed.code, failed.error["retry"]) == (502, "manager_failed", True), failed
+                assert "TMPDIR" in failed.error["message"] and str(small_folder) not in failed.error["message"]
+            assert len([each for each in caplog.records if "no room for temporary" in each.message]) == len(asks)
+            small = await caller.ask("PUT", "/v1/sandboxes/box/files", body=b"small", path="x")
+            assert small.status == 204
 
     asyncio.run(main())

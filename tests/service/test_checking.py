@@ -37,6 +37,8 @@ def started(*words: object) -> subprocess.CompletedProcess[str]:
     [
         ("[node]\nbackend = 'sandbox'\ncores = 1000", "t.toml:3: node.cores: expected more than 0 and at most"),
         ("[node]\nbackend = 'sandbox'\n\nmemory = '900TiB'", "t.toml:4: node.memory: expected at least 1 and at most"),
+        ("[node]\ncores = 0.0001", "t.toml:2: node.cores: expected at least 0.5: less opens no sandbox"),
+        ("[node]\nbackend = 'fake'\nmemory = '1KiB'", "t.toml:3: node.memory: expected at least 4 MiB"),
         ("[service]\n\ntls_key = 'k'\ntls_certificate = 'none'", "t.toml:4: service.tls_certificate: expected a file"),
         ("[service]\nadmin_token_file = 'short'", "t.toml:2: service.admin_token_file: expected a file of one line"),
         ("[service]\nadmin_token_file = 'open'", "t.toml:2: service.admin_token_file: expected a file that others can"),

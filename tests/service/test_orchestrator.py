@@ -346,3 +346,58 @@ def test_a_bug_in_a_manager_costs_the_action_that_found_it_and_no_other(caplog: 
 
     with_rig(test, rig)
     assert "a digit too many" in caplog.text
+
+
+def slowed_openings(rig: Rig) -> tuple[asyncio.Event, asyncio.Event]:
+    """Set when a sandbox is being opened, and to be set so that it goes on."""
+    opening, go_on = asyncio.Event(), asyncio.Event()
+    start = rig.manager.start
+
+    async def slowly(action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
+        if isinstance(work, Open):
+            opening.set()
+            await go_on.wait()
+        return await start(action, grant, work, output)
+
+    rig.manager.start = slowly  # type: ignore[method-assign]
+    return opening, go_on
+
+
+def test_a_closing_comes_after_the_opening_that_is_under_way_and_leaves_nothing() -> None:
+    async def test(rig: Rig) -> None:
+        opening, go_on = slowed_openings(rig)
+        demand = Demand({CPU: cores(1)})
+        opened = rig.orchestrator.submit(
+            Action(id="o", demand=demand, sandbox="late", kind="open"), Open(spec=SandboxSpec())
+        )
+        await opening.wait()
+        closed = rig.orchestrator.submit(Action(id="c", demand=demand, sandbox="late", kind="close"), Close())
+        rig.orchestrator.cancel("c")
+        assert not closed.settled.done()
+        go_on.set()
+        for ticket in (opened, closed):
+            assert (await rig.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+        with pytest.raises(ManagerError, match="no sandbox late"):
+            await rig.manager.list("late", ".")
+        assert list(rig.scheduler.places.by_sandbox) == ["box"]
+
+    with_rig(test)
+
+
+def test_a_closing_comes_after_an_opening_that_waits_for_its_turn() -> None:
+    async def test(rig: Rig) -> None:
+        held = rig.submit("held", cpus=2)
+        await held.started
+        demand = Demand({CPU: cores(1)})
+        opened = rig.orchestrator.submit(
+            Action(id="o", demand=demand, sandbox="late", kind="open"), Open(spec=SandboxSpec())
+        )
+        closed = rig.orchestrator.submit(Action(id="c", demand=demand, sandbox="late", kind="close"), Close())
+        rig.orchestrator.cancel("a1")
+        for ticket in (opened, closed):
+            assert (await rig.orchestrator.settle(ticket)).outcome.status is Status.SUCCEEDED
+        with pytest.raises(ManagerError, match="no sandbox late"):
+            await rig.manager.list("late", ".")
+        assert list(rig.scheduler.places.by_sandbox) == ["box"]
+
+    with_rig(test, lambda: Rig({"held": Script(ends=False)}))

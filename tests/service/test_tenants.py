@@ -372,6 +372,23 @@ def test_equal_images_of_two_runs_are_two_names_and_either_may_go_first(tmp_path
     asyncio.run(main())
 
 
+def test_the_admin_sees_the_sandboxes_of_all_runs_or_of_the_one_that_it_names(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with tenants(tmp_path) as (_, admin, a, b):
+            await a.open("one")
+            await b.open("other")
+
+            async def shown(**query: str) -> list[str]:
+                return sorted(
+                    box["name"] for box in (await admin.ask("GET", "/v1/sandboxes", **query)).json["sandboxes"]
+                )
+
+            assert await shown() == [f"{a.name}/one", f"{b.name}/other"]
+            assert await shown(run=a.name) == ["one"]
+
+    asyncio.run(main())
+
+
 def test_a_run_whose_name_begins_like_another_is_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with tenants(tmp_path) as (_, admin, a, _):

@@ -36,10 +36,12 @@ from tangram.cli import (
     train,
     where,
 )
+from tangram.cli.options import EXIT_META
 from tangram.errors import InvariantError, TangramError
 
 EXIT_ERROR = 2
-"""The same as for a misspelt option: the caller has to change something."""
+"""The same as for a misspelt option: the caller has to change something. A verb that has come further says another one
+by `ctx.meta[EXIT_META]`."""
 EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """As a shell says it."""
 
@@ -67,16 +69,16 @@ class _Verbs(TyperGroup):
             return result
         except InvariantError as error:
             typer.echo(f"tangram: this is a bug in Tangram, please report it: {error}", err=True)
-            raise typer.Exit(EXIT_ERROR) from None
+            raise typer.Exit(ctx.meta.get(EXIT_META, EXIT_ERROR)) from None
         except TangramError as error:
             typer.echo(f"tangram: {_one_line(str(error))}", err=True)
-            raise typer.Exit(EXIT_ERROR) from None
+            raise typer.Exit(ctx.meta.get(EXIT_META, EXIT_ERROR)) from None
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # Typer ends quietly: whoever read the output wants no more of it.
             typer.echo(f"tangram: {error}", err=True)
             _discard_output()
-            raise typer.Exit(EXIT_ERROR) from None
+            raise typer.Exit(ctx.meta.get(EXIT_META, EXIT_ERROR)) from None
 
 
 def _show_help_as_a_flag(command: Any) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tangram.sim.episode import Workload
     from tangram.sim.size import Size
 
+EXIT_META = "tangram.exit_code"
+"""Under this name a verb that has come so far says in `ctx.meta` with which code it ends if it fails from now on."""
 BATCHES = {"coding": 128, "search": 64, "teachers": 1024, "mixed": 384, "elastic": 1000}
 """Trajectories when --batch is not given: a comparison over five seeds then takes seconds."""
 UNITS = 32

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tangram.cli.options import EXIT_META
 from tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from tangram.config import Config
     from tangram.service.serve import Up
 
+EXIT_FAILED = 1
+"""It was up, and could not go on: a start may help, since what was acknowledged is in the journal. Whoever watches over
+services tries it again, which it does not after EXIT_ERROR."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -43,6 +47,7 @@ def _escaped(text: str) -> str:
 
 
 def serve(
+    ctx: typer.Context,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -80,7 +85,7 @@ def serve(
             return
         _log(verbose)
         _allow_open_files()
-        asyncio.run(run(said, on_up=_tell))
+        asyncio.run(run(said, on_up=lambda up: _tell(up, ctx)))
 
 
 def _config(path: Path | None, listen: str | None) -> Config:
@@ -117,7 +122,8 @@ def _log(verbose: bool) -> None:
     logging.getLogger("tangram").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
-def _tell(up: Up) -> None:
+def _tell(up: Up, ctx: typer.Context) -> None:
     """On stdout, for whoever waits for it."""
+    ctx.meta[EXIT_META] = EXIT_FAILED
     typer.echo(f"{up.address}  dashboard and API; Ctrl-C stops")
     sys.stdout.flush()

@@ -160,7 +160,8 @@ def list_runs(
         numbers = (caps.sandboxes_max, caps.waiting_max, caps.running_max, caps.requests_per_s)
         cells = ["-" if number is None else f"{number:,}" for number in numbers]
         network = {None: "-", True: "yes", False: "no"}[caps.network]
-        table.add_row(plain(run.name), f"{run.weight:g}", *cells, network, _day(run.made_at))
+        made = f"{_day(run.made_at)}, not quite ended: revoke it again" if run.ending else _day(run.made_at)
+        table.add_row(plain(run.name), f"{run.weight:g}", *cells, network, made)
     console.print(table, markup=False, highlight=False, emoji=False)
 
 

@@ -9,6 +9,8 @@ rules that all of them follow, and that one contract suite checks:
 - a lease ends exactly once: `wait` returns, whatever happens to the program, the sandbox or the machine around it;
 - when `wait` has returned after `stop`, nothing that the action started is left, and nothing else was touched;
 - what an action that came to its end leaves running stays in its sandbox and does not run while no action does;
+- a sandbox that is closed while it is being opened is gone when that `Close` has ended, and one that could not be
+  removed can be closed again;
 - `resize` takes effect at once and never waits.
 """
 

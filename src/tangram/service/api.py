@@ -8,12 +8,13 @@ loses nothing and changes nothing, and that no answer tells one run about anothe
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -37,6 +38,8 @@ BODY_BYTES_PER_S = 64 << 10
 PIECE_BYTES = 256 << 10
 SPOOL_BYTES = 8 << 20
 """Of what is streamed in or out; more goes through a temporary file."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""What the disk of a temporary file may say."""
 LARGE_BYTES = 256 << 10
 """Bodies and answers beyond take turns: so much on every connection is what memory is there for."""
 BODIES_MAX, BODIES_OF_RUN_MAX = 16, 4
@@ -370,6 +373,21 @@ def _too_large(bytes_max: int, limit: str) -> Refusal:
     return Refusal("too_large", f"it has more than {bytes_max} bytes, which is the most ({limit})", limit=limit)
 
 
+@contextmanager
+def _spooling() -> Iterator[None]:
+    """Of what goes through a file: whether it finds room there is not its sender's fault, nor a bug."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        log.error("no room for temporary files folder=%r: %s", tempfile.gettempdir(), error)
+        raise ManagerError(
+            f"the service has no room for it on the disk of its temporary files (TMPDIR): {error.strerror}; try again"
+            " later, or in smaller parts"
+        ) from error
+
+
 class Uploads:
     """Bodies that go through a file."""
 
@@ -380,7 +398,7 @@ class Uploads:
         """What `use` makes of the body, as a file at its beginning. Raises Unauthorized if its run was revoked before
         all of it was there."""
         async with self._turns.turn(ask.caller):
-            with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+            with _spooling(), tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
                 file = cast(BinaryIO, spool)
                 async for part in pieces(ask.request, bytes_max, "file_bytes_max"):
                     if len(part) + file.tell() > SPOOL_BYTES:
@@ -406,6 +424,12 @@ class Answers:
         self, ask: Ask, write: Callable[[BinaryIO], Awaitable[None]], media_type: str = OCTETS, status: int = 200
     ) -> Response:
         """What `write` has written into the file that it is given."""
+        with _spooling():
+            return await self._spooled(ask, write, media_type, status)
+
+    async def _spooled(
+        self, ask: Ask, write: Callable[[BinaryIO], Awaitable[None]], media_type: str, status: int
+    ) -> Response:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._turns.turn(ask.caller))
             if await ask.request.is_disconnected():

@@ -83,6 +83,8 @@ class Facts(Protocol):
 
     async def run_changed(self, run: str, token_hash: bytes, record: bytes) -> None: ...
 
+    async def run_ending(self, run: str, record: bytes) -> None: ...
+
     async def run_removed(self, run: str) -> None: ...
 
 
@@ -99,10 +101,16 @@ class Runs:
         self._admin_hash = hash_of(admin_token) if admin_token else b""
         self._turn = asyncio.Lock()
         """Changes go one after the other: what is revoked while it is written does not come back."""
-        self._ending: set[str] = set()
-        """Runs whose token was revoked, and which still have something."""
+        self._ending: dict[str, Record] = {}
+        """Runs whose token was revoked, and which may still have something: their names are taken."""
+        self._under_way: set[str] = set()
+        """Those of them that somebody is ending now."""
         for run in known:
-            self._enter(run.name, run.token_hash, msgspec.msgpack.decode(run.record, type=Record))
+            record = msgspec.msgpack.decode(run.record, type=Record)
+            if run.ending:
+                self._ending[run.name] = record
+            else:
+                self._enter(run.name, run.token_hash, record)
 
     def _enter(self, name: str, token_hash: bytes, record: Record) -> None:
         self._caller_by_hash.pop(self._hash_by_run.get(name, b""), None)
@@ -141,8 +149,9 @@ class Runs:
                 said = f"there is a run {name}; revoke it first, or change it with PATCH"
                 raise AdmissionRefused("run_exists", said)
             if name in self._ending:
-                raise AdmissionRefused("run_exists", f"run {name} is being ended; try again when that is done")
-            if len(self._record_by_run) >= RUNS_MAX:
+                said = f"a run {name} was revoked and has not quite ended; revoke it again, or choose another name"
+                raise AdmissionRefused("run_ending", said)
+            if len(self._record_by_run) + len(self._ending) >= RUNS_MAX:
                 raise AdmissionRefused("runs_max", f"there are {RUNS_MAX} runs, which is the most; revoke one")
             token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
             record = Record(weight=asked.weight, caps=asked.caps, made_at=time.time())
@@ -167,21 +176,32 @@ class Runs:
         await self._facts.run_changed(name, token_hash, msgspec.msgpack.encode(record))
         self._enter(name, token_hash, record)
 
+    @property
+    def ending(self) -> list[str]:
+        """Those that were revoked, and of which something may be left: `revoking` can be entered for them again."""
+        return sorted(self._ending)
+
     @asynccontextmanager
     async def revoking(self, name: str) -> AsyncIterator[None]:
         """Its token is no longer taken from now on, what is under way in its name enters nothing more, and nobody gets
-        a token under that name before the context is left, in which all that it has is taken away."""
+        a token under that name before the context was left without an error, in which all that it has is taken away:
+        not after a restart either."""
         async with self._turn:
-            self.record(name)
-            self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
-            del self._record_by_run[name]
-            self._standing_by_run.pop(name).ended = True
-            self._ending.add(name)
-            await self._facts.run_removed(name)
+            if name in self._under_way:
+                raise AdmissionRefused("run_ending", f"run {name} is being ended; ask again when that is done")
+            if name not in self._ending:
+                record = self._ending[name] = self.record(name)
+                self._caller_by_hash.pop(self._hash_by_run.pop(name), None)
+                del self._record_by_run[name]
+                self._standing_by_run.pop(name).ended = True
+                await self._facts.run_ending(name, msgspec.msgpack.encode(record))
+            self._under_way.add(name)
         try:
             yield
+            await self._facts.run_removed(name)
+            del self._ending[name]
         finally:
-            self._ending.discard(name)
+            self._under_way.discard(name)
 
     def record(self, name: str) -> Record:
         found = self._record_by_run.get(name)
@@ -190,11 +210,15 @@ class Runs:
         return found
 
     def all(self) -> list[RunReply]:
-        return [self._reply(name) for name in sorted(self._record_by_run)]
+        """Those that have a token, and those that have not quite ended."""
+        return [self._reply(name) for name in sorted([*self._record_by_run, *self._ending])]
 
     def _reply(self, name: str) -> RunReply:
-        record = self._record_by_run[name]
-        return RunReply(name=name, weight=record.weight, caps=record.caps, made_at=record.made_at)
+        ending = self._ending.get(name)
+        record = ending or self._record_by_run[name]
+        return RunReply(
+            name=name, weight=record.weight, caps=record.caps, made_at=record.made_at, ending=ending is not None
+        )
 
 
 ANYBODY = Caller(ADMIN, "", True, Caps(), Standing())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import count
 
 import msgspec
@@ -20,14 +20,15 @@ from tangram.config import RunLimits
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.messages import Concluded, Pool, PoolChanged, RunChanged
-from tangram.errors import AdmissionRefused, InvalidInput, ManagerError
+from tangram.errors import AdmissionRefused, InvalidInput, ManagerError, TangramError
 from tangram.managers.functions import BoxedFunctionManager
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
-from tangram.managers.work import MIB, Commit, Exec, Hold, Open, Prepare, SandboxSpec
+from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
 from tangram.service.fault import Draining, NotFound, fault_of
+from tangram.service.gate import Gate
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal, JournalFailed, Phase
 from tangram.service.lives import Live, Lives
@@ -81,6 +82,7 @@ class Desk:
         self.journal = journal
         self.limits = limits
         self.draining = False
+        self.gate = Gate()
         self.gone: dict[str, str] = {}
         """Sandboxes that did not survive a restart, and why."""
         self._quotas = quotas
@@ -370,9 +372,11 @@ class Desk:
     # ---- sandboxes ----
 
     def sandboxes(self, caller: Caller) -> list[SandboxReply]:
-        """Those that are open, and the instances of functions."""
-        names = [name for name, box in self._lives.boxes.items() if caller.admin or box.space == caller.space]
-        instances = [each for each in self._functions.seen() if caller.admin or each.owner == caller.space]
+        """Those that are open, and the instances of functions: the caller's, or all if it is the admin, who has not
+        said of which run."""
+        sees_all = caller.admin and not caller.run
+        names = [name for name, box in self._lives.boxes.items() if sees_all or box.space == caller.space]
+        instances = [each for each in self._functions.seen() if sees_all or each.owner == caller.space]
         return [self.sandbox_reply(caller, name) for name in names] + [
             SandboxReply(name=each.sandbox, run=each.run, node=self._node, spec=each.spec, function=each.function)
             for each in instances
@@ -393,6 +397,23 @@ class Desk:
         box.used_s = self._now()
         return inner
 
+    @contextlib.contextmanager
+    def using(self, caller: Caller, name: str) -> Iterator[str]:
+        """As `sandbox`, for work on its files, however long that takes. What its manager says of it names it as its
+        caller does."""
+        inner = self.sandbox(caller, name)
+        box = self._lives.boxes[inner]
+        box.active += 1
+        try:
+            yield inner
+        except ManagerError as error:
+            if type(error) is not ManagerError:
+                raise  # it is of the service, and names nothing of a manager
+            raise ManagerError(self.names(caller).outer(str(error)), retry=error.retry) from error
+        finally:
+            box.active -= 1
+            box.used_s = self._now()
+
     async def discard(self, caller: Caller, name: str) -> None:
         """End a sandbox at once, with all that runs in it. It may be an instance of a function."""
         is_box = self.names(caller).inner("sandbox", name) in self._lives.boxes
@@ -401,11 +422,15 @@ class Desk:
         await self._discard(self.sandbox(caller, name))
 
     async def _discard(self, inner: str) -> None:
+        """What opens or closes it has settled before it is ended: an opening that came to its end afterwards would
+        leave a sandbox that nobody knows of."""
         for live in self._lives.of_box(inner):
-            self.orchestrator.cancel(live.action.id)
+            self._cancel(live)
+        while making := [live.settled for live in self._lives.of_box(inner) if _makes_or_ends(live)]:
+            await asyncio.wait(making)
         await self.orchestrator.discard(inner)
+        self._lives.leave_box(inner)  # in one turn with its memory: whoever opens one of that name has another
         await self.journal.sandbox_closed(inner)
-        self._lives.leave_box(inner)
 
     # ---- runs ----
 
@@ -423,24 +448,40 @@ class Desk:
         self.orchestrator.tell(PoolChanged(pool=Pool(kind=running_pool(run), total=caps.running_max, private=True)))
 
     async def end_run(self, space: str) -> None:
-        """Its actions are cancelled, its sandboxes closed and the instances of its functions ended; then its results
-        go."""
+        """Its actions are cancelled, its results deleted, its sandboxes closed, the instances of its functions ended
+        and its images forgotten. Can be done again: what fails keeps nothing else from going, is logged, and raised as
+        one ManagerError at the end."""
         lives = self._lives.of_space(space)
         for live in lives:
             self._cancel(live, f"its run {live.action.run} was revoked")
             self._quotas.let_go(live.action.id)
         if lives:
             await asyncio.wait({live.settled for live in lives})
-        for name in [name for name, box in self._lives.boxes.items() if box.space == space]:
-            await self._discard(name)
-        await self._functions.end(space)
+        self._tails.forget(lambda id: space_of(id) == space)
+        self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
+        await self.journal.forget((space,))
+        boxes = [name for name, box in self._lives.boxes.items() if box.space == space]
+        failures = [await self._tried(f"sandbox {name}", self._discard(name)) for name in boxes]
+        failures.append(await self._tried(f"functions of {space}", self._functions.end(space)))
         self.rooms.forget(space)
         for kind in self._functions_by_space.pop(space, ()):
             self.orchestrator.tell(PoolChanged(pool=Pool(kind=kind, total=0, private=True)))
-        self._tails.forget(lambda id: space_of(id) == space)
-        self.gone = {name: why for name, why in self.gone.items() if space_of(name) != space}
-        await self._images.forget_all(space)
-        await self.journal.forget((space,))
+        for image in self._images.of(space):
+            failures.append(await self._tried(f"image {image}", self._images.forget_of_ended(image)))
+        said = [failure for failure in failures if failure]
+        if said:
+            raise ManagerError(f"of run {space} something is left; revoke it again: {'; '.join(said)}")
+
+    async def _tried(self, what: str, ending: Awaitable[object]) -> str:
+        """Why it failed, which is logged; empty if it did not. A journal that fails is the end of everything."""
+        try:
+            await ending
+        except JournalFailed:
+            raise
+        except (TangramError, OSError) as error:
+            log.error("not ended %s: %s", what, error)
+            return f"{what}: {error}"
+        return ""
 
     # ---- what was left behind ----
 
@@ -475,9 +516,11 @@ class Desk:
         self.orchestrator.adopt(sandbox, -(-spec.memory_bytes // MIB), run, node)
         self._lives.enter_box(sandbox, run, spec)
 
-    async def resume(self, action: Action, work: AnyWork, size: int) -> None:
-        """An action of the journal, where it has so many bytes, queued again."""
-        await self._begin(self._enter(action, work, size, follow=False))
+    async def resume(self, action: Action, work: AnyWork, size: int) -> bool:
+        """An action of the journal, where it has so many bytes, queued again. False: it has settled instead."""
+        live = self._enter(action, work, size, follow=False)
+        await self._begin(live)
+        return live.ticket is not None
 
     async def conclude(self, action: Action, status: Status, reason: str) -> Settled:
         """An action that the orchestrator never has: it ended with the service before this one, or its sandbox did.
@@ -493,8 +536,13 @@ def quota_pools(quotas: Iterable[Quota]) -> frozenset[str]:
 
 
 def _refused(action: str, error: AdmissionRefused | InvalidInput) -> Settled:
-    outcome = Outcome(action=action, status=Status.REFUSED, reason=str(error))
-    return Settled(outcome=outcome, fault=fault_of(error))
+    fault = fault_of(error)
+    return Settled(outcome=Outcome(action=action, status=Status.REFUSED, reason=fault.message), fault=fault)
+
+
+def _makes_or_ends(live: Live) -> bool:
+    """Its sandbox, which has not settled."""
+    return isinstance(live.work, Open | Close) and not live.settled.done()
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -69,11 +69,14 @@ class OwnedImages:
         if image not in self.by_name.values():
             await self._images.forget_image(image)
 
-    async def forget_all(self, space: str) -> None:
-        """Of a run that has ended."""
-        for inner, image in [each for each in self.by_name.items() if each[0].startswith(f"{space}:")]:
-            with contextlib.suppress(InvalidAction):  # the store has lost it before
-                await self._forget(inner, image)
+    def of(self, space: str) -> list[str]:
+        """The names of those that a run has, with its own before them."""
+        return [inner for inner in self.by_name if inner.startswith(f"{space}:")]
+
+    async def forget_of_ended(self, inner: str) -> None:
+        """One of a run that has ended."""
+        with contextlib.suppress(InvalidAction):  # the store has lost it before
+            await self._forget(inner, self.by_name[inner])
 
     async def committed(self, inner: str) -> None:
         await self._journal.note(NOTE + inner, inner.encode())

@@ -314,6 +314,11 @@ class Journal:
         size = _require_record("token_hash", token_hash) + _require_record("record", record)
         await self._set("run", run, Run(name=run, token_hash=token_hash, record=record), size)
 
+    async def run_ending(self, run: str, record: bytes) -> None:
+        """It has no token any more, and its name is taken until it is removed."""
+        ending = Run(name=run, token_hash=b"", record=record, ending=True)
+        await self._set("run", run, ending, _require_record("record", record))
+
     async def run_removed(self, run: str) -> None:
         """Its results stay until a compaction is told that it has finished."""
         await self._set("run", run, None)

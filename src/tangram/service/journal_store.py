@@ -103,6 +103,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     token_hash: bytes
     record: bytes
+    ending: bool = False
+    """It was revoked, and what it had may not all be gone."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,6 +142,8 @@ class Orchestrator:
         self._carried = 0
         """Starts that are being carried out, and ends that are being remembered."""
         self._node_by_sandbox: dict[str, str] = {}
+        self._opening_by_sandbox: dict[str, Ticket] = {}
+        """What opens it, until that has settled."""
         self._tasks = asyncio.TaskGroup()
         self._alarms: set[asyncio.TimerHandle] = set()
         self._all_settled = asyncio.Event()
@@ -234,15 +236,30 @@ class Orchestrator:
             raise AdmissionRefused("id", f"an action with the id {action.id} is already live; ids must be unique")
         if isinstance(work, Open):
             self.reserve(action.sandbox, -(-work.spec.memory_bytes // MIB), action.run)
+            self._opening_by_sandbox[action.sandbox] = ticket
         self._tickets[action.id] = ticket
         self._all_settled.clear()
-        if isinstance(work, Close) and action.sandbox not in self._node_by_sandbox:
+        if isinstance(work, Close) and action.sandbox in self._opening_by_sandbox:
+            self._tasks.create_task(self._close_after(self._opening_by_sandbox[action.sandbox], ticket))
+        else:
+            self._take_in(ticket)
+        return ticket
+
+    def _take_in(self, ticket: Ticket) -> None:
+        action = ticket.action
+        if isinstance(ticket.work, Close) and action.sandbox not in self._node_by_sandbox:
             self._settled(
                 ticket, Settled(outcome=Outcome(action=action.id, status=Status.SUCCEEDED))
             )  # nothing is there
         else:
             self._send(Submit(action=action))
-        return ticket
+
+    async def _close_after(self, opening: Ticket, ticket: Ticket) -> None:
+        """What is being opened is closed when that has settled: before, there is nothing that could be. Whoever
+        cancels the closing meanwhile changes nothing, since a closing ends its sandbox however it ends."""
+        await asyncio.wait({opening.settled})
+        if ticket.action.id in self._tickets:  # otherwise all was broken meanwhile
+            self._take_in(ticket)
 
     def cancel(self, action: str, reason: str = "") -> None:
         """A request: the action settles when nothing of it is left. `reason`: why, if not because its caller wants
@@ -419,6 +436,8 @@ class Orchestrator:
     def _tell_caller(self, ticket: Ticket, settled: Settled) -> None:
         if self._tickets.pop(ticket.action.id, None) is None:
             return  # all was broken meanwhile, and it has been told that
+        if self._opening_by_sandbox.get(ticket.action.sandbox) is ticket:
+            del self._opening_by_sandbox[ticket.action.sandbox]
         if ticket.error is not None:
             ticket.settled.set_exception(ticket.error)
             ticket.settled.exception()  # whoever asked may have gone

@@ -2,23 +2,26 @@
 
 Owns no state. Promises that nothing is lost and nothing runs twice unasked: what was queued is queued again in its
 order; what was running is run again if its caller declared that it may be, and is settled as lost otherwise; results
-stay. Sandboxes that their manager kept are taken over, and of the others it is said why they are gone.
+stay. Sandboxes that their manager kept are taken over, and of the others it is said why they are gone. Nothing of a run
+whose revocation was under way is taken up again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from tangram.core.action import Status
-from tangram.errors import AdmissionRefused
+from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.work import Close, Open, SandboxSpec
 from tangram.service.desk import Desk
 from tangram.service.journal import Phase, Recovered
 from tangram.service.remembering import decode_action, decode_work
+from tangram.service.spaces import SEPARATOR, space_of
+from tangram.service.wire import AnyWork
 
 log = logging.getLogger("tangram.service")
 
@@ -39,6 +42,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     again: int = 0
     lost: int = 0
+    refused: int = 0
+    """Queued, or to be run again, and settled at once: its sandbox is gone, or there is no room for it any more."""
     results: int = 0
     sandboxes: int = 0
     sandboxes_lost: int = 0
@@ -50,6 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             (self.queued, "queued again"),
             (self.again, "run again"),
             (self.lost, "lost while running"),
+            (self.refused, "not taken up again"),
             (self.results, "result kept" if self.results == 1 else "results kept"),
             (self.sandboxes, "sandbox taken over" if self.sandboxes == 1 else "sandboxes taken over"),
             (self.sandboxes_lost, "sandbox lost" if self.sandboxes_lost == 1 else "sandboxes lost"),
@@ -58,34 +64,40 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join([*([found] if found else []), *self.notes])
 
 
-async def recover(desk: Desk, found: Recovered, manager: object, node: str) -> Report:
+async def recover(desk: Desk, found: Recovered, manager: object, node: str, ending: Collection[str] = ()) -> Report:
+    """`ending`: spaces of which nothing goes on."""
     adopted: Mapping[str, SandboxSpec] = manager.adopted if isinstance(manager, Keeping) else {}
     missing: Mapping[str, str] = manager.missing if isinstance(manager, Keeping) else {}
     taken, lost_boxes = await _take_over(desk, found, adopted, missing, node)
-    queued = again = lost = results = 0
+    queued = again = lost = refused = results = 0
     for known in found.actions:
         if known.phase is Phase.SETTLED:
             results += 1
             continue
         action, work = decode_action(known.action), decode_work(known.work)
-        if known.phase is Phase.QUEUED:
-            queued += 1
-        elif (isinstance(work, Open) and action.sandbox in taken) or (
-            isinstance(work, Close) and action.sandbox not in taken
-        ):
-            await desk.conclude(action, Status.SUCCEEDED, "")
+        if space_of(action.id) in ending:
+            await desk.conclude(action, Status.CANCELLED, f"its run {action.run} was revoked")
             continue
-        elif action.idempotent:
-            again += 1
-        else:
+        if known.phase is Phase.RUNNING and _is_done(work, action.sandbox in taken):
+            await desk.conclude(action, Status.SUCCEEDED, "")
+        elif known.phase is Phase.RUNNING and not action.idempotent:
             lost += 1
             await desk.conclude(action, Status.LOST, RESTARTED)
-            continue
-        await desk.resume(action, work, len(known.action) + len(known.work))
+        elif not await desk.resume(action, work, len(known.action) + len(known.work)):
+            refused += 1
+        elif known.phase is Phase.QUEUED:
+            queued += 1
+        else:
+            again += 1
     return Report(
-        queued=queued, again=again, lost=lost, results=results, sandboxes=len(taken), sandboxes_lost=lost_boxes,
-        notes=found.report,
+        queued=queued, again=again, lost=lost, refused=refused, results=results, sandboxes=len(taken),
+        sandboxes_lost=lost_boxes, notes=found.report,
     )  # fmt: skip
+
+
+def _is_done(work: AnyWork, has_box: bool) -> bool:
+    """An opening whose sandbox is back has been done, and so has a closing whose sandbox is not."""
+    return has_box if isinstance(work, Open) else isinstance(work, Close) and not has_box
 
 
 async def _take_over(
@@ -118,6 +130,10 @@ async def _take_over(
             log.warning("sandbox lost sandbox=%s: %s", name, why)
         await desk.journal.sandbox_closed(name)
     for name in adopted.keys() - taken:
-        log.warning("sandbox ended sandbox=%s: the journal does not know it, or has no room for it", name)
-        await desk.orchestrator.end_sandbox(name, node)
+        if SEPARATOR in name:  # otherwise it is nobody's: an instance of a function never outlives the service
+            log.warning("sandbox ended sandbox=%s: the journal does not know it, or has no room for it", name)
+        try:
+            await desk.orchestrator.end_sandbox(name, node)
+        except ManagerError as error:
+            log.error("sandbox not closed sandbox=%s: %s", name, error)
     return taken, lost

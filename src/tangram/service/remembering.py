@@ -12,7 +12,7 @@ import msgspec
 from tangram.core.action import Action, Status
 from tangram.managers.work import Close, Commit, Open
 from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal
+from tangram.service.journal import RECORD_BYTES_MAX, Journal
 from tangram.service.orchestrator import Settled, Ticket
 from tangram.service.spaces import SEPARATOR, space_of
 from tangram.service.wire import AnyWork
@@ -56,15 +56,20 @@ class Remembering:
         return settled
 
     def _with_room(self, settled: Settled) -> tuple[Settled, bytes]:
-        """As it can be kept, and encoded. Of more than its caller may leave here the content goes, which is said."""
+        """As it can be kept, and encoded. Of more than its caller may leave here, or than the journal takes at once,
+        the content goes, which is said."""
         content, most = encode(settled), self._results_bytes_max
         kept = self._journal.kept_bytes[space_of(settled.outcome.action)]
-        if kept < most or (settled.executed is None and not settled.answer):
+        why = ""
+        if len(content) > RECORD_BYTES_MAX:
+            why = f"the journal takes {RECORD_BYTES_MAX} at once; write more to a file of the sandbox and fetch that"
+        elif kept >= most:
+            why = (
+                f"results of {kept} bytes of this run were not acknowledged, and {most} is the most (results_bytes_max)"
+            )
+        if not why or (settled.executed is None and not settled.answer):
             return settled, content
-        reason = (
-            f"there was no room for its result of {len(content)} bytes: results of {kept} bytes of this run were not"
-            f" acknowledged, and {most} is the most (results_bytes_max)"
-        )
+        reason = f"there was no room for its result of {len(content)} bytes: {why}"
         outcome = msgspec.structs.replace(settled.outcome, status=Status.LOST, reason=reason)
         settled = msgspec.structs.replace(settled, outcome=outcome, executed=None, answer=b"")
         return settled, encode(settled)

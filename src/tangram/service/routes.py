@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -128,6 +128,7 @@ class Api:
     ) -> None:
         self._desk = desk
         self._runs = runs
+        self._gate = desk.gate
         self._manager = manager
         self._images = images
         self._sight = sight
@@ -219,59 +220,71 @@ class Api:
         return json_answer(self._desk.sandbox_reply(ask.caller, inner))
 
     async def discard(self, ask: Ask) -> Response:
-        await self._desk.discard(ask.caller, ask.part("name"))
+        with self._gate.passing():
+            await self._desk.discard(ask.caller, ask.part("name"))
         return nothing()
 
-    def _box(self, ask: Ask) -> tuple[str, str]:
-        return self._desk.sandbox(ask.caller, ask.part("name")), ask.text("path")
+    def _using(self, ask: Ask) -> AbstractContextManager[str]:
+        return self._desk.using(ask.caller, ask.part("name"))
 
     async def read_file(self, ask: Ask) -> Response:
-        box, path = self._box(ask)
-        most = ask.at_most("bytes_max", FILE_BYTES_MAX)
+        with self._using(ask) as box:
+            path, most = ask.text("path"), ask.at_most("bytes_max", FILE_BYTES_MAX)
 
-        async def write(file: BinaryIO) -> None:
-            async with self._reading:
-                ask.caller.require_standing()
-                content = await self._manager.read(box, path, bytes_max=most)
-                if len(content) <= LARGE_BYTES:
-                    file.write(content)
-                else:
-                    await asyncio.to_thread(file.write, content)
+            async def write(file: BinaryIO) -> None:
+                async with self._reading:
+                    ask.caller.require_standing()
+                    with self._gate.passing():
+                        content = await self._manager.read(box, path, bytes_max=most)
+                    if len(content) <= LARGE_BYTES:
+                        file.write(content)
+                    else:
+                        await asyncio.to_thread(file.write, content)
 
-        return await self._answers.spooled(ask, write)
+            return await self._answers.spooled(ask, write)
 
     async def write_file(self, ask: Ask) -> Response:
-        box, path = self._box(ask)
-        mode = ask.octal("mode", MODE)
+        with self._using(ask) as box:
+            path, mode = ask.text("path"), ask.octal("mode", MODE)
 
-        async def write(file: BinaryIO) -> None:
-            await self._manager.write(box, path, await asyncio.to_thread(file.read), mode=mode)
+            async def write(file: BinaryIO) -> None:
+                content = await asyncio.to_thread(file.read)
+                with self._gate.passing():
+                    await self._manager.write(box, path, content, mode=mode)
 
-        await self._uploads.spooled(ask, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
+            await self._uploads.spooled(ask, min(FILE_BYTES_MAX, self._desk.limits.file_bytes_max), write)
         return nothing()
 
     async def delete_file(self, ask: Ask) -> Response:
-        await self._manager.delete(*self._box(ask))
+        with self._using(ask) as box, self._gate.passing():
+            await self._manager.delete(box, ask.text("path"))
         return nothing()
 
     async def list_files(self, ask: Ask) -> Response:
-        return json_answer(Entries(entries=await self._manager.list(*self._box(ask))))
+        with self._using(ask) as box, self._gate.passing():
+            return json_answer(Entries(entries=await self._manager.list(box, ask.text("path"))))
 
     async def read_tree(self, ask: Ask) -> Response:
-        box, path = self._box(ask)
-        most = ask.at_most("bytes_max", self._desk.limits.file_bytes_max)
+        with self._using(ask) as box:
+            path, most = ask.text("path"), ask.at_most("bytes_max", self._desk.limits.file_bytes_max)
 
-        async def write(file: BinaryIO) -> None:
-            async with self._reading:
-                ask.caller.require_standing()
-                await self._manager.pack(box, path, file, bytes_max=most)
+            async def write(file: BinaryIO) -> None:
+                async with self._reading:
+                    ask.caller.require_standing()
+                    with self._gate.passing():
+                        await self._manager.pack(box, path, file, bytes_max=most)
 
-        return await self._answers.spooled(ask, write)
+            return await self._answers.spooled(ask, write)
 
     async def write_tree(self, ask: Ask) -> Response:
-        box, path = self._box(ask)
-        most = self._desk.limits.file_bytes_max
-        await self._uploads.spooled(ask, most, lambda file: self._manager.unpack(box, path, file))
+        with self._using(ask) as box:
+            path = ask.text("path")
+
+            async def write(file: BinaryIO) -> None:
+                with self._gate.passing():
+                    await self._manager.unpack(box, path, file)
+
+            await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, write)
         return nothing()
 
     # ---- images ----
@@ -282,24 +295,31 @@ class Api:
         async def add(file: BinaryIO) -> str:
             with tempfile.NamedTemporaryFile(suffix=".tar") as named:
                 await asyncio.to_thread(_copy, file, named)
-                try:
-                    return await self._manager.add_image(named.name)
-                except (InvalidInput, AdmissionRefused, ManagerError) as error:
-                    raise _of_upload(error, named.name) from error
+                with self._gate.passing():
+                    return await self._images.alias(ask.caller, await self._added(named.name))
 
-        image = await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, add)
-        return json_answer(ImageReply(name=await self._images.alias(ask.caller, image)))
+        return json_answer(ImageReply(name=await self._uploads.spooled(ask, self._desk.limits.file_bytes_max, add)))
+
+    async def _added(self, path: str) -> str:
+        try:
+            return await self._manager.add_image(path)
+        except (InvalidInput, AdmissionRefused, ManagerError) as error:
+            raise _of_upload(error, path) from error
 
     async def forget_image(self, ask: Ask) -> Response:
-        await self._images.forget(self._desk.names(ask.caller), ask.part("name"))
+        with self._gate.passing():
+            await self._images.forget(self._desk.names(ask.caller), ask.part("name"))
         return nothing()
 
     async def recall_image(self, ask: Ask) -> Response:
-        return json_answer(ImageReply(name=await self._images.recall(self._desk.names(ask.caller), ask.part("key"))))
+        with self._gate.passing():
+            name = await self._images.recall(self._desk.names(ask.caller), ask.part("key"))
+        return json_answer(ImageReply(name=name))
 
     async def remember_image(self, ask: Ask) -> Response:
         asked: Remember = await read_json(ask, _REMEMBER, self._desk.limits.body_bytes_max)
-        await self._images.remember(self._desk.names(ask.caller), ask.part("key"), asked.name)
+        with self._gate.passing():
+            await self._images.remember(self._desk.names(ask.caller), ask.part("key"), asked.name)
         return nothing()
 
     # ---- services and quotas ----
@@ -331,10 +351,11 @@ class Api:
     async def make_run(self, ask: Ask) -> Response:
         ask.require_admin()
         asked: RunRequest = await read_json(ask, _RUN, self._desk.limits.body_bytes_max)
-        made = await self._runs.make(ask.part("name"), asked)
-        log.info("run made run=%s weight=%g", made.name, made.weight)
-        self._desk.weigh(made.name, made.weight)
-        self._desk.cap(made.name, made.caps)
+        with self._gate.passing():
+            made = await self._runs.make(ask.part("name"), asked)
+            log.info("run made run=%s weight=%g", made.name, made.weight)
+            self._desk.weigh(made.name, made.weight)
+            self._desk.cap(made.name, made.caps)
         return json_answer(made, 201)
 
     async def change_run(self, ask: Ask) -> Response:
@@ -349,9 +370,10 @@ class Api:
     async def revoke_run(self, ask: Ask) -> Response:
         ask.require_admin()
         name = ask.part("name")
-        async with self._runs.revoking(name):
-            await self._desk.end_run(name)
-            self._sight.forget(name)
+        with self._gate.passing():
+            async with self._runs.revoking(name):
+                await self._desk.end_run(name)
+                self._sight.forget(name)
         log.info("run revoked run=%s", name)
         return nothing()
 

@@ -2,7 +2,8 @@
 
 Owns the order in which things come up and go down. Coming up: the journal, the managers, the scheduler, what the
 journal remembers, then the door. Going down: the door takes nothing more in, what runs may end within a limit, what
-waits stays in the journal, sandboxes stay for the next start or are closed, as the config says.
+waits stays in the journal, then the gate is closed to all else that managers are asked for, sandboxes stay for the next
+start or are closed, as the config says.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from pathlib import Path
 import msgspec
 
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token, require_files
+from tangram.core.demand import CORE, CPU, MEMORY
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import Header
-from tangram.errors import InvalidConfig, TangramError
+from tangram.errors import InvalidConfig, ManagerError, TangramError
 from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManager, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.models.preparing import require_importable
 from tangram.managers.quota import Quota, QuotaManager, Rate
-from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, Hold, Work
+from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MEMORY_BYTES_MIN, MIB, Hold, Work
 from tangram.service.api import Door
 from tangram.service.app import application
 from tangram.service.auth import Runs
 from tangram.service.desk import SWEEP_S, Desk, quota_pools
 from tangram.service.event_log import EventLog
 from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal, JournalFailed, Recovered
+from tangram.service.journal import RECORD_BYTES_MAX, Journal, JournalFailed, Recovered
 from tangram.service.keys import as_keys
 from tangram.service.listening import bind, serving
 from tangram.service.metrics import Metrics
@@ -52,13 +54,19 @@ from tangram.service.remembering import Remembering
 from tangram.service.routes import Api
 from tangram.service.sight import Sight
 from tangram.service.spaces import space_of
-from tangram.service.translate import Rules
+from tangram.service.translate import ERRAND, Rules
 from tangram.service.who_waits import WhoWaits
 from tangram.service.wire import About
 
 VERSION = version("arl-tangram")
 COMPACT_S = 120.0
 """How often results that arrived or are too old are deleted."""
+STREAM_BYTES_MAX = (RECORD_BYTES_MAX - MIB) // 2
+"""Of each stream of a program: both of them, and what else is told of an end, are one record of the journal."""
+GATE_S = 10.0
+"""For work on files, sandboxes and images that is under way when nothing runs any more."""
+CORES_MIN = max(ERRAND.values())
+"""What the service does with a sandbox takes so many."""
 OWNER = "service"
 """Whose sandboxes they are: the next service of this name takes them over."""
 
@@ -138,8 +146,11 @@ async def running(config: Config) -> AsyncIterator[Up]:
             # The desk is there before the first answer, and the door is open before anything can end.
             for run in parts.runs.all():
                 parts.desk.cap(run.name, run.caps)
-            report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name)
+            ending = parts.runs.ending
+            report = await recover(parts.desk, journal.recovered, parts.manager, config.node.name, ending)
             journal.recovered = Recovered()  # what waits is with the desk, and what has settled is on disk
+            for name in ending:
+                await _end_run(parts, name)
             for run in parts.runs.all():
                 parts.desk.weigh(run.name, run.weight)
             parts.picture.recovered = str(report)
@@ -161,6 +172,22 @@ async def running(config: Config) -> AsyncIterator[Up]:
                 finally:
                     parts.desk.draining = parts.picture.draining = True
                     await _drain(parts.orchestrator, up, service.drain_s)
+                    left = await parts.desk.gate.close(0.0 if up.stop_now.is_set() else GATE_S)
+                    if left:
+                        log.warning("requests cut off: %d did not end within %g s", left, GATE_S)
+
+
+async def _end_run(parts: _Parts, name: str) -> None:
+    """One whose revocation the service before this one did not bring to its end. What is left again keeps its name, and
+    nobody else from being served."""
+    try:
+        async with parts.runs.revoking(name):
+            await parts.desk.end_run(name)
+        log.info("run revoked run=%s", name)
+    except JournalFailed:
+        raise
+    except ManagerError as error:
+        log.error("run not ended run=%s: %s", name, error)
 
 
 def require_usable(config: Config) -> None:
@@ -168,10 +195,22 @@ def require_usable(config: Config) -> None:
     anything."""
     require_files(config)
     with as_keys(config):
-        manager_of(config, ())
+        require_room(manager_of(config, ()).pools())
         models_of(config, lambda event: None)
         for service in config.services:
             require_importable(service.name, service.engine)
+
+
+def require_room(machine: Sequence[Pool]) -> None:
+    """Raises InvalidConfig for a machine on which no sandbox could ever be opened, or nothing done with it."""
+    total = {kind: sum(pool.total for pool in machine if pool.kind == kind) for kind in (CPU, MEMORY)}
+    if total[CPU] < CORES_MIN * CORE:
+        raise InvalidConfig(
+            "cores", total[CPU] / CORE, f"at least {CORES_MIN:g}: less opens no sandbox, or copies none"
+        )
+    if total[MEMORY] * MIB < MEMORY_BYTES_MIN:
+        expected = f"at least {MEMORY_BYTES_MIN // MIB} MiB: no sandbox has less"
+        raise InvalidConfig("memory_bytes", f"{total[MEMORY]} MiB", expected)
 
 
 async def _drain(orchestrator: Orchestrator, up: Up, limit_s: float) -> None:
@@ -227,6 +266,7 @@ class _Parts:
         held = QuotaManager(map(quota_of, config.quotas), lambda event: self.orchestrator.tell(event))
         models = models_of(config, lambda event: self.orchestrator.tell(event))
         machine = self.manager.pools()
+        require_room(machine)
         pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
         scheduler = Scheduler(policy(config.service.policy), pools, limits=config.scheduler)
         self.event_log = _event_log(config, pools)
@@ -267,7 +307,7 @@ class _Parts:
             functions=Call in executors,
             endpoints=config.service.endpoints,
             network=config.limits.network,
-            capture_bytes_max=max(config.limits.body_bytes_max, CAPTURE_BYTES_MAX),
+            capture_bytes_max=min(max(config.limits.body_bytes_max, CAPTURE_BYTES_MAX), STREAM_BYTES_MAX),
         )
         self.desk = Desk(
             self.orchestrator,

@@ -203,6 +203,8 @@ class RunReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since 1970."""
     token: str = ""
     """Told once, when it is made: only a hash of it is kept."""
+    ending: bool = False
+    """It was revoked, and something of it may be left: to revoke it again is to try again."""
 
 
 class RunsReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,6 +108,8 @@ class SandboxManager(FiledApart):
         self._numbers = count(1)
         self._sandboxes: dict[str, Sandbox] = {}
         """By the name that the caller knows."""
+        self._opening: dict[str, asyncio.Future[None]] = {}
+        """By the name that the caller knows; done when it is open, or could not be opened."""
         self._by_box: dict[str, Sandbox] = {}
         """All, those that wait for a caller included."""
         self._warm = Warm(warm)
@@ -289,10 +291,7 @@ class SandboxManager(FiledApart):
             return await self._start_program(action, grant, work, output)
         name = action.sandbox
         if isinstance(work, Open):
-            if name in self._sandboxes:
-                raise ManagerError(f"sandbox {name} is open already", retry=False)
-            await self._require_possible(work.spec)
-            return _Errand(self._open(name, work.spec, self.images.get(work.spec.image)))
+            return await self._start_opening(name, work.spec)
         if isinstance(work, Close):
             return _Errand(self._close(name))
         if isinstance(work, Prepare):
@@ -332,7 +331,25 @@ class SandboxManager(FiledApart):
 
     # ---- sandboxes ----
 
+    async def _start_opening(self, name: str, spec: SandboxSpec) -> Lease:
+        if name in self._sandboxes or name in self._opening:
+            raise ManagerError(f"sandbox {name} is open already", retry=False)
+        self._opening[name] = asyncio.get_running_loop().create_future()
+        try:
+            await self._require_possible(spec)
+            image = self.images.get(spec.image)
+        except BaseException:
+            self._opening.pop(name).set_result(None)
+            raise
+        return _Errand(self._open(name, spec, image))
+
     async def _open(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
+        try:
+            return await self._opened(name, spec, image)
+        finally:
+            self._opening.pop(name).set_result(None)
+
+    async def _opened(self, name: str, spec: SandboxSpec, image: Image) -> Ended:
         warm = self._warm.take(spec, image)
         try:
             sandbox = warm or await self._make(name, spec, image)
@@ -406,13 +423,21 @@ class SandboxManager(FiledApart):
             raise InvalidAction("sandbox.user", "root", "'agent': this machine allows no user namespaces")
 
     async def _close(self, name: str) -> Ended:
-        sandbox = self._sandboxes.pop(name, None)
+        """Of one that is being opened, when it is open. One that could not be removed can be closed again."""
+        opening = self._opening.get(name)
+        if opening is not None:
+            await asyncio.wait({opening})
+        sandbox = self._sandboxes.get(name)
         if sandbox is None:
             return Ended()
-        try:
-            await self._end_sandbox(sandbox)
-        except (ManagerError, OSError) as error:
-            return Ended(lost=f"sandbox {name} could not be removed: {error}")
+        async with sandbox.closing:
+            if self._sandboxes.get(name) is not sandbox:
+                return Ended()  # another one was faster
+            try:
+                await self._end_sandbox(sandbox)
+            except (ManagerError, OSError) as error:
+                return Ended(lost=f"sandbox {name} could not be removed: {error}")
+            del self._sandboxes[name]
         return Ended()
 
     async def _end_sandbox(self, sandbox: Sandbox) -> None:

@@ -80,6 +80,8 @@ class Sandbox:
         """Its first process."""
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it is no more."""
+        self.closing = asyncio.Lock()
+        """Held by whoever ends it: two may ask for that."""
         self.sessions: dict[str, Session] = {}
         self.sessions_lost: set[str] = set()
         """Those whose shell ended with the last owner, and whose callers do not know it yet."""

@@ -96,6 +96,8 @@ class Container:
         self.sessions: dict[str, Session] = {}
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it is no more."""
+        self.opened = asyncio.Event()
+        """Nothing more is made of it: it is ready, or could not be opened."""
         self.memory_events = 0
         """How often the engine said that its memory was used up."""
         self._engine = engine

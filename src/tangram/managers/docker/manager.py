@@ -262,12 +262,14 @@ class DockerManager(FiledApart):
         try:
             await self._make(container)
         except BaseException as error:
-            del self._containers[sandbox]
             self._by_id.pop(container.id, None)
             await to_its_end(self._remove(container.name))
+            del self._containers[sandbox]
             if isinstance(error, FileFailed):
                 raise ManagerError(f"the image of {sandbox} cannot be used: {error}", retry=False) from error
             raise
+        finally:
+            container.opened.set()
 
     async def _make(self, container: Container) -> None:
         container.image = image = await self._images.find(container.spec.image)
@@ -324,6 +326,9 @@ class DockerManager(FiledApart):
         if container is None:
             return
         container.lose("it was closed")
+        await container.opened.wait()  # what is being made must be there to be removed
+        if self._containers.get(sandbox) is not container:
+            return  # it could not be opened, or another one was faster
         await to_its_end(self._remove(container.name))
         await to_its_end(container.close())
         self._containers.pop(sandbox, None)

@@ -5,6 +5,7 @@ import {Chart} from "./charts.js";
 import {attr, box, button, el} from "./dom.js";
 import {axisDuration, duration, percent} from "./format.js";
 import {historyOf, thinned} from "./past.js";
+import {lasting} from "./pools.js";
 
 const SPANS = [[300, "5 min"], [900, "15 min"], [3600, "1 h"]];
 const POINTS = 90;
@@ -58,7 +59,7 @@ export class History {
     this.act.update(PERCENTILES, own.points, from, now, offset);
     this.split.update(PARTS, own.points, from, now, offset);
     this.use.note.textContent = place.run ? "all runs" : "held or spent";
-    this.use.update(poolSeries(view.pools), all.points, from, now, offset);
+    this.use.update(poolSeries(lasting(view.pools)), all.points, from, now, offset);
   }
 }
 

@@ -5,6 +5,13 @@ import {attr, box, button, el, keyed, panel, put, putName, show, style} from "./
 import {count, counted, duration, units, unitsOf} from "./format.js";
 import {HIDDEN, paintRun, putAction, putRun} from "./palette.js";
 
+const OF_CALLS = /^(function|endpoint|instances)\//;
+
+export function lasting(pools) {
+  // Without those of functions, which are there while somebody calls one: rows that come and go would move all others.
+  return pools.filter((pool) => !OF_CALLS.test(pool.kind));
+}
+
 const SLOTS_MAX = 64;
 /* Of a bar: with more, lines between the units would be all that is seen. */
 
@@ -20,8 +27,9 @@ export class Pools {
   }
 
   update({view, place}) {
-    show(this.empty, view.pools.length === 0);
-    keyed(this.list, view.pools, (pool) => pool.name, () => this.make(),
+    const pools = lasting(view.pools);
+    show(this.empty, pools.length === 0);
+    keyed(this.list, pools, (pool) => pool.name, () => this.make(),
       (node, pool) => this.fill(node, pool, place.run));
   }
 
