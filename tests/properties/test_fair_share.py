@@ -91,12 +91,18 @@ class Rush:
         self.count = 0
         self.ends: list[tuple[float, str, str]] = []
         self.core_s: dict[str, float] = {}
+        self.resting: set[str] = set()
 
     def join(self, run: str, weight: float) -> None:
-        self.core_s[run] = 0.0
+        self.resting.discard(run)
+        self.core_s.setdefault(run, 0.0)
         self.send(RunChanged(run=run, weight=weight))
         for _ in range(self.cores_count + 1):
             self.submit(run)
+
+    def leave(self, run: str) -> None:
+        """What it has waiting and running still ends."""
+        self.resting.add(run)
 
     def submit(self, run: str) -> None:
         self.count += 1
@@ -116,7 +122,8 @@ class Rush:
         while self.ends[0][0] < when:
             self.now, action, run = heappop(self.ends)
             self.send(Finished(action=action))
-            self.submit(run)
+            if run not in self.resting:
+                self.submit(run)
         return {run: core_s - before[run] for run, core_s in self.core_s.items()}
 
 
@@ -134,15 +141,20 @@ def test_weights_hold_over_time_whatever_the_number_of_cores(cores_count: int, h
 
 
 @pytest.mark.parametrize("cores_count", [1, 2, 16])
-def test_a_run_that_rested_keeps_the_others_waiting_for_less_than_a_minute(cores_count: int) -> None:
+def test_a_run_that_is_new_or_rested_shares_from_its_first_moment_on(cores_count: int) -> None:
+    """It has its share at once, and no more than that: the others go on with theirs."""
     rush = Rush(cores_count)
     rush.join("busy", 1.0)
     rush.until(5 * RECENT_S)
-    rush.join("rested", 1.0)
-    first = rush.until(6 * RECENT_S)
-    assert first["rested"] > first["busy"] > 0.0
-    then = rush.until(6 * RECENT_S + STEADY_S)
-    assert then["rested"] / then["busy"] == pytest.approx(1.0, rel=0.06)
+    rush.join("new", 1.0)
+    given = rush.until(5 * RECENT_S + 20.0)
+    assert given["new"] / given["busy"] == pytest.approx(1.0, rel=0.25)
+    rush.leave("new")
+    rush.until(8 * RECENT_S)
+    rush.join("new", 1.0)
+    given = rush.until(8 * RECENT_S + 20.0)
+    assert given["new"] / given["busy"] == pytest.approx(1.0, rel=0.25)
+    rush.scheduler.check()
 
 
 # ---- waiting ------------------------------------------------------------------------------------------------------

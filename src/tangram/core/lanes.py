@@ -7,6 +7,7 @@ amounts on the same node, so that what stops its first action stops them all.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from heapq import heapify, heappop, heappush
@@ -278,7 +279,7 @@ class Waiters:
 class Run:
     """One tenant of fair share."""
 
-    __slots__ = ("lanes", "lanes_max", "name", "open", "served", "usage", "waiting")
+    __slots__ = ("lanes", "lanes_max", "name", "open", "rests_since", "served", "usage", "waiting")
 
     def __init__(self, name: str, number: int, usage: RunUsage) -> None:
         self.name = name
@@ -292,3 +293,5 @@ class Run:
         self.open: dict[int, Lane] = {}
         """Lanes in which somebody waits and that nothing is known to block."""
         self.waiting = 0
+        self.rests_since = -math.inf
+        """While nobody waits: since when that is so."""

@@ -61,14 +61,19 @@ class RunUsage:
 
     def standing(self, now: float) -> float:
         """What orders runs, the smallest first: its share on average, and a little of its share now."""
-        return self._average(now) + HELD_S / RECENT_S * self.share
+        return self.average(now) + HELD_S / RECENT_S * self.share
 
     def average_up_to(self, now: float) -> None:
         """Before the share changes: so far it was what it is."""
         if now > self.averaged_at:
-            self.recent, self.averaged_at = self._average(now), now
+            self.recent, self.averaged_at = self.average(now), now
 
-    def _average(self, now: float) -> float:
+    def forgo(self, least: float, now: float) -> None:
+        """It has nothing to catch up: it counts as if it had had at least so much."""
+        self.average_up_to(now)
+        self.recent = max(self.recent, least)
+
+    def average(self, now: float) -> float:
         share = self.share
         return share + (self.recent - share) * math.exp((self.averaged_at - now) / RECENT_S)
 

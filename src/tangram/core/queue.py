@@ -19,7 +19,7 @@ import msgspec
 
 from tangram.core.demand import CPU, GPU, MEMORY, Need
 from tangram.core.lanes import LANES_SPARE, Entry, Lane, LaneKey, Run, Waiters
-from tangram.core.ledger import Ledger, PoolState
+from tangram.core.ledger import HELD_S, Ledger, PoolState
 from tangram.errors import InvariantError
 
 ELDER_FACTOR = 2.0
@@ -98,6 +98,8 @@ class Queue:
             kinds = tuple([kind for kind, _ in entry.needs])
             lane = run.lanes[key] = Lane(run, kinds, key)
         lane.push(entry)
+        if not run.waiting:
+            self._come_back(run)
         run.waiting += 1
         self.waiting += 1
         self.elastic_waiting += entry.elastic == CPU
@@ -113,11 +115,22 @@ class Queue:
                 if node in ("", pool.node) and (entry.elastic == CPU or pool.is_tight(lane.floor)):
                     self.changed[pool.name] = pool
 
+    def _come_back(self, run: Run) -> None:
+        """Nobody saves up while resting: what a run did not want then, others had by right. Without this it would have
+        everything until it had had as much as they."""
+        now = self._ledger.now
+        if now - run.rests_since >= HELD_S:
+            others = [other.usage.average(now) for other in self.runs.values() if other.waiting]
+            if others:
+                run.usage.forgo(min(others), now)
+
     def dequeue(self, entry: Entry) -> None:
         lane, run = entry.lane, entry.run
         assert lane is not None, entry.id
         lane.leave(entry)
         run.waiting -= 1
+        if not run.waiting:
+            run.rests_since = self._ledger.now
         self.waiting -= 1
         self.elastic_waiting -= entry.elastic == CPU
         if not lane.waiting:
