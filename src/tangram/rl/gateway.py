@@ -34,7 +34,7 @@ from tangram.rl.engines.base import (
     RequestRefused,
     Weights,
 )
-from tangram.rl.engines.openai import Unreachable
+from tangram.rl.engines.openai import NoPlace, Unreachable
 from tangram.rl.gateway_records import (
     CameBack,
     Event,
@@ -275,10 +275,10 @@ class Gateway:
     ) -> None:
         """Raises RequestGivenUp, and NoEngine if the gateway was closed."""
         last = str(death.error)
-        keeper.lost(life, last)
+        keeper.lost(life, last, blameless=isinstance(death.error, NoPlace))
         self._require_open()
         if keeper.closed_life >= life or not death.inside:
-            return  # we ended it ourselves, or it was dead before the request came
+            return  # we ended it ourselves, it had no place, or it was dead before the request came
         visits.append((keeper, life))
         if len(visits) < GIVE_UP_DEATHS:
             return

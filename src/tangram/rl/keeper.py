@@ -91,7 +91,7 @@ class Keeper:
         """When it did last. In a row since then, with none served:"""
         self._given_up = self._turned_away = 0
         self.closed_life = 0
-        """The last life that we ended: what was inside then did not kill it."""
+        """The last life that we ended, or that ended for want of a place: what was inside then did not kill it."""
         self._limits = limits
         self._tell = tell
         self._changed = changed
@@ -161,9 +161,10 @@ class Keeper:
             self._end_life(f"did not take its weights: {self.refusal}")
             self._wake.set()
 
-    def lost(self, life: int, reason: str) -> None:
-        """A request saw it die. The first one counts."""
+    def lost(self, life: int, reason: str, *, blameless: bool = False) -> None:
+        """A request saw it die. The first one counts. `blameless`: nobody who is inside is to blame."""
         if self.serves and life == self.life:
+            self.closed_life = life if blameless else self.closed_life
             self._inside_at_death = self.requests + 1  # it has left already; the others have not heard yet
             self._become(State.DOWN, reason)
             self._wake.set()
@@ -187,7 +188,8 @@ class Keeper:
         """It refused a request, and lives."""
         self._turned_away += 1
         if self._turned_away >= REFUSED_MAX:
-            self.lost(life, f"it refused {self._turned_away} requests in a row and served none; the last: {reason}")
+            said = f"it refused {self._turned_away} requests in a row and served none; the last: {reason}"
+            self.lost(life, said, blameless=True)
             self._turned_away = 0
 
     def closed(self) -> None:

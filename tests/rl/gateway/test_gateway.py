@@ -12,7 +12,7 @@ from tests.rl.gateway.conftest import Rig, a_request, at_gateway, drawn, fake, p
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.rl.engines.base import EngineDied, Generation, Request, RequestRefused, Weights
 from tangram.rl.engines.fake import FakeEngine
-from tangram.rl.engines.openai import Unreachable
+from tangram.rl.engines.openai import NoPlace
 from tangram.rl.gateway import GIVE_UP_DEATHS, READ_AGAIN, Gateway
 from tangram.rl.gateway_records import (
     CameBack,
@@ -374,19 +374,31 @@ def test_requests_that_kill_an_engine_which_serves_others_in_between_do_not_remo
 
 
 class Crowded(FakeEngine):
-    """Has no place for anybody, and says so late."""
+    """Has no place for anybody, and says so late to one of them."""
 
     async def generate(self, request: Request) -> Generation:
+        if request.task != "told":
+            return await super().generate(request)
         await asyncio.sleep(500.0)
-        raise Unreachable(self.name, "no place", None)
+        raise NoPlace(self.name, "no place", None)
 
 
 def test_an_engine_that_serves_nobody_between_its_deaths_is_removed_however_rarely_it_dies() -> None:
     async def test(rig: Rig) -> None:
         with pytest.raises(NoEngine, match=r"died 3 times and served nobody; the last time: engine a: no place"):
-            await rig.gateway.generate(a_request())
+            await rig.gateway.generate(a_request(task="told"))
 
     at_gateway(test, Crowded(drawn, name="a"), deaths_max=3, deaths_window_s=300.0)
+
+
+def test_nobody_is_given_up_for_the_death_of_an_engine_that_had_no_place() -> None:
+    async def test(rig: Rig) -> None:
+        requests = [a_request(task=task, tokens_max=100_000) for task in ("told", "other", "other")]
+        found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        assert all(isinstance(each, NoEngine) for each in found), found
+        assert len(rig.told(EngineLost)) == 4 and rig.told(RequestDropped) == []
+
+    at_gateway(test, Crowded(drawn, name="a", token_s=1.0), deaths_max=4)
 
 
 class Choosy(FakeEngine):

@@ -16,7 +16,7 @@ from tangram.rl.assembly import require_trainable_engines
 from tangram.rl.engines import openai
 from tangram.rl.engines.base import EngineDied, Noise, Request, RequestRefused, Sampling, Weights
 from tangram.rl.engines.line import Line
-from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, OpenAIEngine, Unreachable, seed_of
+from tangram.rl.engines.openai import ITS_OWN, SEED_BITS, NoPlace, OpenAIEngine, Unreachable, seed_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.settings import EngineSettings
 
@@ -578,7 +578,7 @@ def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(mon
 def test_a_server_without_place_for_anybody_is_dead_after_a_while() -> None:
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         server.busy = -1
-        with pytest.raises(Unreachable, match="had no place for anybody for 2 s: it said 429: later"):
+        with pytest.raises(NoPlace, match="had no place for anybody for 2 s: it said 429: later"):
             await engine.generate(a_request())
         assert server.turned_away > 1
 

@@ -113,8 +113,11 @@ class Line:
                 raise TimeoutError
         try:
             return waiting.result()
-        except RuntimeError as error:  # what aiohttp says of a line that was closed while it was read
-            raise ConnectionAbortedError(str(error)) from error
+        except Exception as error:
+            self.require_open()  # else it is whatever aiohttp says of a session that is closed meanwhile
+            if isinstance(error, RuntimeError):
+                raise ConnectionAbortedError(str(error)) from error
+            raise
 
     async def _contents(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         while True:

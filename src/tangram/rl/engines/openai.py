@@ -108,6 +108,10 @@ class Unreachable(EngineDied):
     """The server was not reached: whatever killed it, it was not this request."""
 
 
+class NoPlace(Unreachable):
+    """The server has no place for anybody: nor was it another that is inside."""
+
+
 class OpenAIEngine:
     """`number` fills `{number}` in the address, so that one table describes several servers. `temperature` is the one
     that will be trained on: a server that tells log-probabilities of another one does not train."""
@@ -318,7 +322,7 @@ class OpenAIEngine:
                 tried = min(tried + 1, TRIES)
                 if self._may_speak() and time.monotonic() - max(began_s, self._heard_s) >= busy_s_max:
                     reason = f"{self._url} had no place for anybody for {busy_s_max:g} s: it said {busy}"
-                    raise Unreachable(self.name, reason, None) from busy
+                    raise NoPlace(self.name, reason, None) from busy
                 await line.pause(busy.wait_s + pause_s(tried, PAUSE_S, PAUSE_S_MAX))
 
     async def _given_up(self, line: Line, last: _Failed) -> EngineDied | RequestRefused:
