@@ -38,10 +38,11 @@ RECENT_S = 60.0
 """Over which the share of a run is averaged, old times counting less and less. Many times what most actions take, so
 that weights are kept where few actions fit into a pool; not so long that a run pays for an hour ago."""
 
-HELD_S = 3.0
+HELD_S = 10.0
 """What a run holds counts as if it had had that for so long already. So of units that come free at once each start
-counts, though no time has passed; and little enough, in RECENT_S, that what rounding to whole actions takes from a run
-is given back to it. With less, runs whose actions take a minute would swing between all of a pool and nothing."""
+counts, though no time has passed; and little enough, in RECENT_S, that most of what rounding to whole actions takes
+from a run is given back to it. With less, a run that waited a moment would be given more than its share to make up for
+it, and those whose actions take a minute would swing between all of a pool and nothing."""
 
 
 class RunUsage:
