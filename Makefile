@@ -40,9 +40,9 @@ run: $(STAMP) $(SYSTEM) ## train a policy on three tasks at once, in five minute
 mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools; see build/mixed.html
 	@$(VENV)/bin/python examples/mixed/mixed.py --report build/mixed.html $(ARGS)
 
-# One more than there are cores, because tests wait for processes too; bounded, because on a large machine they would
+# Two more than there are cores, because tests wait for processes too; bounded, because on a large machine they would
 # mostly start processes.
-WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
+WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 2 : 8)))
 test: $(STAMP) $(SYSTEM) $(BROWSER) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 

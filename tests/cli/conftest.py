@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.nurseries import shared
 from typer.testing import CliRunner
 
 from tangram.cli import app
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nursery() -> Iterator[None]:
+    """Of what verbs start that are called in this process."""
+    with shared():
+        yield
 
 
 class Answer(NamedTuple):
