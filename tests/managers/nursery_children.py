@@ -11,13 +11,13 @@ import sys
 IMPORTED_BY = os.getpid()
 
 
-def main(fd: int, parent: int) -> None:
+def main(fd: int) -> None:
     """Does what it is told, word by word."""
     line = socket.socket(fileno=fd)
     while word := line.recv(1000).decode():
         if word == "who":
             said = {
-                "pid": os.getpid(), "session": os.getsid(0), "parent": [os.getppid(), parent], "by": IMPORTED_BY,
+                "pid": os.getpid(), "session": os.getsid(0), "parent": os.getppid(), "by": IMPORTED_BY,
                 "cwd": os.getcwd(), "env": dict(os.environ), "path": sys.path,
                 "fds": sorted(os.listdir("/proc/self/fd")),
             }  # fmt: skip

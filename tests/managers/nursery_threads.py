@@ -8,8 +8,3 @@ from tests.managers import nursery_children
 
 main = nursery_children.main
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-if __name__ == "__main__":
-    import sys
-
-    main(int(sys.argv[1]), int(sys.argv[2]))

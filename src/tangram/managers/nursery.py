@@ -38,8 +38,8 @@ class Nursery:
     """It belongs to no event loop: several may ask, one after the other."""
 
     def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
-        """What is imported, when the first child is asked for or by `warm`: modules that have `main(fd, parent)`, and
-        others that children need. Without any, children are always executed anew. `env`: what libraries find in the
+        """What is imported, when the first child is asked for or by `warm`: modules that have `main(fd)`, and others
+        that children need. Without any, children are always executed anew. `env`: what libraries find in the
         environment when they are imported, besides what is in that of this process."""
         self._modules = modules
         self._env = env or {}
@@ -80,8 +80,8 @@ class Nursery:
     async def bear(
         self, program: str, keep: Sequence[int], *, name: str, env: Mapping[str, str], streams: tuple[int, int, int]
     ) -> Watched:
-        """A process that runs `main(fd, parent)` of a module. `keep`: descriptors that it has besides its streams,
-        under the same numbers; the first is its `fd`. `name`: as `top` shows it. Raises OSError."""
+        """A process that runs `main(fd)` of a module, and dies with its parent. `keep`: descriptors that it has besides
+        its streams, under the same numbers; the first is its `fd`. `name`: as `top` shows it. Raises OSError."""
         request = {
             "program": program,
             "keep": keep,
@@ -92,7 +92,8 @@ class Nursery:
         }
         if self._forks and (born := await self._fork(request, (*streams, *keep))) is not None:
             return born
-        argv = [sys.executable, "-P", "-c", f"from {program} import main; main({keep[0]}, {os.getpid()})"]
+        words = f"{program!r}, {keep[0]}, {os.getpid()}"
+        argv = [sys.executable, "-P", "-c", f"from {__package__}.nursery_program import alone; alone({words})"]
         return Child(argv, env=_with_path(env), cwd=os.getcwd(), streams=streams, keep=keep)
 
     async def _fork(self, request: Mapping[str, object], fds: Sequence[int]) -> Born | None:

@@ -54,6 +54,12 @@ def _die_with(parent: int) -> None:
         os._exit(0)
 
 
+def alone(program: str, fd: int, parent: int) -> None:
+    """In a process that was executed for one program: it imports for itself."""
+    _die_with(parent)
+    importlib.import_module(program).main(fd)
+
+
 class Nursery:
     def __init__(self, owner: socket.socket) -> None:
         self._owner = owner
@@ -121,7 +127,7 @@ def become(request: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
         os.chdir(request["cwd"])
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
-        importlib.import_module(request["program"]).main(request["keep"][0], parent)
+        importlib.import_module(request["program"]).main(request["keep"][0])
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

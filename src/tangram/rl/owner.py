@@ -1,16 +1,14 @@
 """The owner of a child process, as the child sees him.
 
-Owns the child's end of the socket. Promises that the child ends with its owner: when the socket closes, or by signal if
-it cannot look there; and that Ctrl-C, which reaches both, is left to the owner.
+Owns the child's end of the socket. Promises that the child ends when the socket closes, and that Ctrl-C, which reaches
+both, is left to the owner. That it dies with its owner even while it cannot look at the socket, the nursery sees to.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 from typing import Generic, NoReturn, TypeVar
 
@@ -18,7 +16,6 @@ import msgspec
 
 from tangram.rl.frames import Frames, framed
 
-PR_SET_PDEATHSIG = 1
 RECEIVE_BYTES = 1 << 16
 
 _Command = TypeVar("_Command")
@@ -27,12 +24,8 @@ _Command = TypeVar("_Command")
 class Owner(Generic[_Command]):
     """The other end of the socket. Its end is the end of this process."""
 
-    def __init__(self, fd: int, owner: int, frames: Frames[_Command]) -> None:
-        """The descriptor of the socket, and the process id of whoever started this one."""
-        # An owner that is killed takes it along even while it cannot look at the socket.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != owner:
-            sys.exit(0)
+    def __init__(self, fd: int, frames: Frames[_Command]) -> None:
+        """The descriptor of the socket."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who ends this one in his own way
         self._connection = socket.socket(fileno=fd)
         self._frames = frames

@@ -9,7 +9,6 @@ another. It ends with the manager.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import queue
@@ -50,7 +49,6 @@ from tangram.managers.models.wire import (
 )
 from tangram.managers.models.work import PAYLOAD_BYTES_MAX
 
-PR_SET_PDEATHSIG = 1
 REASON_CHARACTERS_MAX = 4000
 
 
@@ -278,10 +276,6 @@ def _failed(request: AnyRequest, error: BaseException) -> Failed:
     return Failed(id=request.id, reason=in_words(error, REASON_CHARACTERS_MAX))
 
 
-def main(fd: int, parent: int) -> NoReturn:
-    # A manager that is killed takes it along even while an engine does not let the other thread run.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
+def main(fd: int) -> NoReturn:
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     Server(socket.socket(fileno=fd)).run()

@@ -199,8 +199,8 @@ def _pace(took_s: float, least_s: float) -> float:
     return least_s
 
 
-def main(fd: int, owner: int) -> NoReturn:
-    other = Owner(fd, owner, messages.commands())
+def main(fd: int) -> NoReturn:
+    other = Owner(fd, messages.commands())
     hello = other.first()[0]
     assert isinstance(hello, Hello), hello
     try:

@@ -177,8 +177,8 @@ def _nothing_half(folder: Path) -> Iterator[None]:
         raise
 
 
-def main(fd: int, owner: int) -> NoReturn:
-    other = Owner(fd, owner, messages.commands())
+def main(fd: int) -> NoReturn:
+    other = Owner(fd, messages.commands())
     hello, *commands = other.first()
     assert isinstance(hello, Hello), hello
     pulse = Pulse(other, hello.beat_s)
