@@ -31,7 +31,7 @@ CPUS = 2
 # ---- inside one process -------------------------------------------------------------------------------------------
 
 
-class Nothing(Work, frozen=True):
+class Nothing(Work, frozen=True, tag="Nothing"):
     """No work at all."""
 
 

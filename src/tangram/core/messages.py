@@ -16,8 +16,8 @@ from tangram.core.demand import CORE, CPU, GPU, MEMORY
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput
 
 
-class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
-    """Tagged with its class name when encoded."""
+class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag_field="type", tag=False, omit_defaults=True):
+    """Base of all messages. Each message names its own tag, the value of `type` on disk and on the wire."""
 
 
 # ---- what pools and nodes are made of -------------------------------------------------------------------------
@@ -143,24 +143,24 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
 # ---- events ---------------------------------------------------------------------------------------------------
 
 
-class Submit(Message, frozen=True, kw_only=True):
+class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     action: Action
 
 
-class Cancel(Message, frozen=True, kw_only=True):
+class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
     action: str
     reason: str = "cancelled by the caller"
     """As its caller is told."""
 
 
-class Started(Message, frozen=True, kw_only=True):
+class Started(Message, frozen=True, kw_only=True, tag="Started"):
     action: str
     attempt: int = 0
     """As in the Grant. A manager whose words may come late, from a node given up for dead, says it: what concerns an
     earlier attempt is not believed of the present one. 0: the present one."""
 
 
-class StartFailed(Message, frozen=True, kw_only=True):
+class StartFailed(Message, frozen=True, kw_only=True, tag="StartFailed"):
     action: str
     reason: str
     retry: bool = True
@@ -173,7 +173,7 @@ class StartFailed(Message, frozen=True, kw_only=True):
     """Of that sandbox (MiB)."""
 
 
-class Finished(Message, frozen=True, kw_only=True):
+class Finished(Message, frozen=True, kw_only=True, tag="Finished"):
     """The manager is done with the action: its units are free."""
 
     action: str
@@ -183,7 +183,7 @@ class Finished(Message, frozen=True, kw_only=True):
     attempt: int = 0
 
 
-class Concluded(Message, frozen=True, kw_only=True):
+class Concluded(Message, frozen=True, kw_only=True, tag="Concluded"):
     """An action has ended that was never submitted here: a service before this one had begun it, or its sandbox is
     gone. It is counted with the others, and its times are not known."""
 
@@ -195,7 +195,7 @@ class Concluded(Message, frozen=True, kw_only=True):
             raise InvalidInput("concluded.outcome", self.outcome.action, f"the outcome of action {self.action.id}")
 
 
-class Resized(Message, frozen=True, kw_only=True):
+class Resized(Message, frozen=True, kw_only=True, tag="Resized"):
     """The manager has set the new limit."""
 
     action: str
@@ -203,7 +203,7 @@ class Resized(Message, frozen=True, kw_only=True):
     attempt: int = 0
 
 
-class Used(Message, frozen=True, kw_only=True):
+class Used(Message, frozen=True, kw_only=True, tag="Used"):
     """What a running action has used so far, as its manager measured it. Nobody has to say it."""
 
     action: str
@@ -215,7 +215,7 @@ class Used(Message, frozen=True, kw_only=True):
             raise InvalidInput("used.cpu_s", self.cpu_s, "a finite number of seconds, at least 0")
 
 
-class Reserve(Message, frozen=True, kw_only=True):
+class Reserve(Message, frozen=True, kw_only=True, tag="Reserve"):
     """A sandbox to come: memory for its whole life. Its first action picks the node."""
 
     sandbox: str
@@ -236,13 +236,13 @@ class Reserve(Message, frozen=True, kw_only=True):
             raise InvalidAction(f"memory of sandbox {self.sandbox}", self.memory, "a whole number of MiB, at least 0")
 
 
-class Release(Message, frozen=True, kw_only=True):
+class Release(Message, frozen=True, kw_only=True, tag="Release"):
     """The sandbox is gone; its memory and place are free."""
 
     sandbox: str
 
 
-class Resident(Message, frozen=True, kw_only=True):
+class Resident(Message, frozen=True, kw_only=True, tag="Resident"):
     """A service is loaded on these devices."""
 
     service: str
@@ -265,7 +265,7 @@ class Resident(Message, frozen=True, kw_only=True):
             )
 
 
-class Evicted(Message, frozen=True, kw_only=True):
+class Evicted(Message, frozen=True, kw_only=True, tag="Evicted"):
     """The service is no longer on these devices, or was not brought there as a Restore asked."""
 
     service: str
@@ -273,20 +273,20 @@ class Evicted(Message, frozen=True, kw_only=True):
     devices: tuple[int, ...]
 
 
-class PoolChanged(Message, frozen=True, kw_only=True):
+class PoolChanged(Message, frozen=True, kw_only=True, tag="PoolChanged"):
     """A pool joins or has a new total. A total of 0 closes it. What is held stays held, even above the total."""
 
     pool: Pool
 
 
-class NodeChanged(Message, frozen=True, kw_only=True):
+class NodeChanged(Message, frozen=True, kw_only=True, tag="NodeChanged"):
     """A node that went down takes its pools along: when it comes back, PoolChanged names them anew."""
 
     node: str
     state: NodeState
 
 
-class RunChanged(Message, frozen=True, kw_only=True):
+class RunChanged(Message, frozen=True, kw_only=True, tag="RunChanged"):
     """The weight of a run in fair share."""
 
     run: str
@@ -299,7 +299,7 @@ class RunChanged(Message, frozen=True, kw_only=True):
             raise InvalidConfig(f"weight of run {self.run}", self.weight, "a positive, finite number")
 
 
-class Tick(Message, frozen=True, kw_only=True):
+class Tick(Message, frozen=True, kw_only=True, tag="Tick"):
     """Time has passed: answers a WakeAt."""
 
 
@@ -326,12 +326,12 @@ Event = (
 # ---- effects --------------------------------------------------------------------------------------------------
 
 
-class Start(Message, frozen=True, kw_only=True):
+class Start(Message, frozen=True, kw_only=True, tag="Start"):
     action: Action
     grant: Grant
 
 
-class Resize(Message, frozen=True, kw_only=True):
+class Resize(Message, frozen=True, kw_only=True, tag="Resize"):
     """Give the running action another CPU limit."""
 
     action: str
@@ -340,14 +340,14 @@ class Resize(Message, frozen=True, kw_only=True):
     limit: int
 
 
-class Stop(Message, frozen=True, kw_only=True):
+class Stop(Message, frozen=True, kw_only=True, tag="Stop"):
     """End the action's processes; answer with Finished."""
 
     action: str
     reason: str
 
 
-class Restore(Message, frozen=True, kw_only=True):
+class Restore(Message, frozen=True, kw_only=True, tag="Restore"):
     """Load a service ahead of its next action onto these free devices; answer with Resident or Evicted."""
 
     service: str
@@ -355,17 +355,17 @@ class Restore(Message, frozen=True, kw_only=True):
     devices: tuple[int, ...]
 
 
-class WakeAt(Message, frozen=True, kw_only=True):
+class WakeAt(Message, frozen=True, kw_only=True, tag="WakeAt"):
     """Send a Tick at this time."""
 
     at: float
 
 
-class Settle(Message, frozen=True, kw_only=True):
+class Settle(Message, frozen=True, kw_only=True, tag="Settle"):
     outcome: Outcome
 
 
-class Refuse(Message, frozen=True, kw_only=True):
+class Refuse(Message, frozen=True, kw_only=True, tag="Refuse"):
     """The door stayed shut. `action` is the id of an action or of a sandbox."""
 
     action: str

@@ -84,30 +84,31 @@ class Work(
     frozen=True,
     kw_only=True,
     tag_field="type",
-    tag=True,
+    tag=False,
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """Tagged with its class name when encoded. The sandbox that it concerns is named by its Action."""
+    """Base of all work. Each kind names its own tag, the value of `type` in journals and requests. The Action names the
+    sandbox."""
 
 
-class Open(Work, frozen=True, kw_only=True):
+class Open(Work, frozen=True, kw_only=True, tag="Open"):
     """Make the sandbox. Ends when programs can be started in it."""
 
     spec: SandboxSpec
 
 
-class Prepare(Work, frozen=True, kw_only=True):
+class Prepare(Work, frozen=True, kw_only=True, tag="Prepare"):
     """Make a sandbox ahead of whoever asks for one like it. It belongs to nobody yet."""
 
     spec: SandboxSpec
 
 
-class Close(Work, frozen=True, kw_only=True):
+class Close(Work, frozen=True, kw_only=True, tag="Close"):
     """End everything in the sandbox and forget its files."""
 
 
-class Exec(Work, frozen=True, kw_only=True):
+class Exec(Work, frozen=True, kw_only=True, tag="Exec"):
     """Run a program to its end."""
 
     command: str | tuple[str, ...]
@@ -156,11 +157,11 @@ class Exec(Work, frozen=True, kw_only=True):
         return self.command if isinstance(self.command, str) else " ".join(self.command)
 
 
-class Hold(Work, frozen=True, kw_only=True):
+class Hold(Work, frozen=True, kw_only=True, tag="Hold"):
     """Hold what was granted while the caller uses it, such as a quota, until the caller lets go."""
 
 
-class Commit(Work, frozen=True, kw_only=True):
+class Commit(Work, frozen=True, kw_only=True, tag="Commit"):
     """Seal the files of the sandbox as a layer on top of its image. Programs in it stand still meanwhile."""
 
     image: str

@@ -57,13 +57,13 @@ class RequestGivenUp(ManagerError):
 # ---- events -------------------------------------------------------------------------------------------------------
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Happening(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     """What all events have."""
 
     at_s: float
 
 
-class EngineStarted(Happening, frozen=True, kw_only=True, tag=True):
+class EngineStarted(Happening, frozen=True, kw_only=True, tag="EngineStarted"):
     engine: str
     hardware: str
     version: int
@@ -72,7 +72,7 @@ class EngineStarted(Happening, frozen=True, kw_only=True, tag=True):
     """1 for the first start, and one more after each death."""
 
 
-class EngineUpdated(Happening, frozen=True, kw_only=True, tag=True):
+class EngineUpdated(Happening, frozen=True, kw_only=True, tag="EngineUpdated"):
     engine: str
     version: int
     took_s: float
@@ -84,7 +84,7 @@ class EngineUpdated(Happening, frozen=True, kw_only=True, tag=True):
     the reading of any other tokens."""
 
 
-class EngineLost(Happening, frozen=True, kw_only=True, tag=True):
+class EngineLost(Happening, frozen=True, kw_only=True, tag="EngineLost"):
     """It died, failed to start, or did not take weights that others took. It will be started again."""
 
     engine: str
@@ -95,12 +95,12 @@ class EngineLost(Happening, frozen=True, kw_only=True, tag=True):
     """Within the window, this one included."""
 
 
-class EngineRemoved(Happening, frozen=True, kw_only=True, tag=True):
+class EngineRemoved(Happening, frozen=True, kw_only=True, tag="EngineRemoved"):
     engine: str
     reason: str
 
 
-class FellBack(Happening, frozen=True, kw_only=True, tag=True):
+class FellBack(Happening, frozen=True, kw_only=True, tag="FellBack"):
     """From now on a task is served by another class than it prefers."""
 
     task: str
@@ -108,14 +108,14 @@ class FellBack(Happening, frozen=True, kw_only=True, tag=True):
     used: str
 
 
-class CameBack(Happening, frozen=True, kw_only=True, tag=True):
+class CameBack(Happening, frozen=True, kw_only=True, tag="CameBack"):
     """From now on a task is served by the class that it prefers again."""
 
     task: str
     hardware: str
 
 
-class RequestResumed(Happening, frozen=True, kw_only=True, tag=True):
+class RequestResumed(Happening, frozen=True, kw_only=True, tag="RequestResumed"):
     """Its engine died; it goes on from the tokens that it has."""
 
     request: str
@@ -127,7 +127,7 @@ class RequestResumed(Happening, frozen=True, kw_only=True, tag=True):
     """Tokens that it has."""
 
 
-class RequestDropped(Happening, frozen=True, kw_only=True, tag=True):
+class RequestDropped(Happening, frozen=True, kw_only=True, tag="RequestDropped"):
     """It was given up, or its engine does not take it: see RequestGivenUp and RequestRefused."""
 
     request: str

@@ -16,12 +16,12 @@ from tangram.rl.training_settings import TrainSettings
 # ---- commands ---------------------------------------------------------------------------------------------------
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     ask: int
     """Comes back in the answer."""
 
 
-class Hello(Command, frozen=True, kw_only=True):
+class Hello(Command, frozen=True, kw_only=True, tag="Hello"):
     """The first one. It is answered by Ready when the trainer has its weights and has published them, or by
     NotReady or Refused."""
 
@@ -41,67 +41,67 @@ class Hello(Command, frozen=True, kw_only=True):
     """How often it says that it is at work."""
 
 
-class Imitate(Command, frozen=True, kw_only=True):
+class Imitate(Command, frozen=True, kw_only=True, tag="Imitate"):
     """Answered by Imitated."""
 
     episodes: tuple[Demonstration, ...]
 
 
-class Publish(Command, frozen=True, kw_only=True):
+class Publish(Command, frozen=True, kw_only=True, tag="Publish"):
     """Answered by Published."""
 
     version: int
 
 
-class Step(Command, frozen=True, kw_only=True):
+class Step(Command, frozen=True, kw_only=True, tag="Step"):
     """Answered by Done."""
 
     batch: Batch
 
 
-class Save(Command, frozen=True, kw_only=True):
+class Save(Command, frozen=True, kw_only=True, tag="Save"):
     """Answered by Saved."""
 
     folder: str
 
 
-class Close(Command, frozen=True, kw_only=True):
+class Close(Command, frozen=True, kw_only=True, tag="Close"):
     """Not answered but by its end."""
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     ask: int
 
 
-class Ready(Answer, frozen=True, kw_only=True):
+class Ready(Answer, frozen=True, kw_only=True, tag="Ready"):
     weights: Weights
 
 
-class NotReady(Answer, frozen=True, kw_only=True):
+class NotReady(Answer, frozen=True, kw_only=True, tag="NotReady"):
     reason: str
     retry: bool
 
 
-class Imitated(Answer, frozen=True, kw_only=True):
+class Imitated(Answer, frozen=True, kw_only=True, tag="Imitated"):
     loss: float
 
 
-class Published(Answer, frozen=True, kw_only=True):
+class Published(Answer, frozen=True, kw_only=True, tag="Published"):
     weights: Weights
 
 
-class Done(Answer, frozen=True, kw_only=True):
+class Done(Answer, frozen=True, kw_only=True, tag="Done"):
     stepped: Stepped
 
 
-class Saved(Answer, frozen=True, kw_only=True):
+class Saved(Answer, frozen=True, kw_only=True, tag="Saved"):
     pass
 
 
-class Refused(Answer, frozen=True, kw_only=True):
+class Refused(Answer, frozen=True, kw_only=True, tag="Refused"):
     """What came cannot be used, and nothing has changed; of Hello, the settings. The words are those of
     InvalidInput."""
 
@@ -110,14 +110,14 @@ class Refused(Answer, frozen=True, kw_only=True):
     expected: str
 
 
-class Failed(Answer, frozen=True, kw_only=True):
+class Failed(Answer, frozen=True, kw_only=True, tag="Failed"):
     """The world did not let it: a full disk, mostly."""
 
     reason: str
     retry: bool
 
 
-class Beat(Answer, frozen=True, kw_only=True):
+class Beat(Answer, frozen=True, kw_only=True, tag="Beat"):
     """It is at work, and has used the processor since the last one. `ask` is that of what it does."""
 
 

@@ -77,11 +77,11 @@ METRICS = {
 # ---- what is written down -------------------------------------------------------------------------------------------
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Line(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     at_s: float
 
 
-class Began(Line, frozen=True, kw_only=True):
+class Began(Line, frozen=True, kw_only=True, tag="Began"):
     """The first line, and again after each resumption."""
 
     began_at: float
@@ -98,7 +98,7 @@ class Began(Line, frozen=True, kw_only=True):
     """What became of samples that were in play or in the buffer, in words."""
 
 
-class Warmed(Line, frozen=True, kw_only=True):
+class Warmed(Line, frozen=True, kw_only=True, tag="Warmed"):
     """A look at the policy during its warm start."""
 
     step: int
@@ -161,7 +161,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspended_s: float = 0.0
 
 
-class Trained(Line, frozen=True, kw_only=True):
+class Trained(Line, frozen=True, kw_only=True, tag="Trained"):
     """A gradient step. Its time is what it waited for, what it trained, and little else."""
 
     step: int
@@ -210,7 +210,7 @@ class Trained(Line, frozen=True, kw_only=True):
     engines: tuple[EngineUse, ...] = ()
 
 
-class Evaluated(Line, frozen=True, kw_only=True):
+class Evaluated(Line, frozen=True, kw_only=True, tag="Evaluated"):
     step: int
     seconds: float
     scores: dict[str, float]
@@ -222,7 +222,7 @@ class Evaluated(Line, frozen=True, kw_only=True):
     temperature: float = 1.0
 
 
-class Noticed(Line, frozen=True, kw_only=True):
+class Noticed(Line, frozen=True, kw_only=True, tag="Noticed"):
     """Something that whoever looks at the run should know: an engine was lost, a stall, a fallback, a rollback."""
 
     kind: str
@@ -232,7 +232,7 @@ class Noticed(Line, frozen=True, kw_only=True):
     """From which training goes on after a rollback."""
 
 
-class Over(Line, frozen=True, kw_only=True):
+class Over(Line, frozen=True, kw_only=True, tag="Over"):
     """The last line of a run that ended by itself, or was stopped."""
 
     step: int

@@ -80,7 +80,7 @@ class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"function/{self.name}"
 
 
-class Call(Work, frozen=True, kw_only=True):
+class Call(Work, frozen=True, kw_only=True, tag="Call"):
     """Call a function in an instance of it."""
 
     function: FunctionSpec
@@ -121,7 +121,7 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"endpoint/{self.name}"
 
 
-class Post(Work, frozen=True, kw_only=True):
+class Post(Work, frozen=True, kw_only=True, tag="Post"):
     """Call an HTTP function endpoint."""
 
     endpoint: EndpointSpec

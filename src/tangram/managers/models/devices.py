@@ -42,7 +42,7 @@ class DeviceFull(ManagerError):
 # ---- what a manager is given --------------------------------------------------------------------------------------
 
 
-class Emulated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Emulated(msgspec.Struct, frozen=True, kw_only=True, tag="Emulated"):
     """A device that is not there."""
 
     memory_bytes: int
@@ -56,7 +56,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             raise InvalidConfig("device.bandwidth", self.bandwidth, "a positive number of bytes per second")
 
 
-class Cuda(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Cuda(msgspec.Struct, frozen=True, kw_only=True, tag="Cuda"):
     """A device of PyTorch."""
 
     place: str

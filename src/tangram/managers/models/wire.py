@@ -26,12 +26,12 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     id: int
     """0 for what is not answered."""
 
 
-class Hello(Request, frozen=True, kw_only=True):
+class Hello(Request, frozen=True, kw_only=True, tag="Hello"):
     """The first one. The answer comes when the process is ready."""
 
     process: int
@@ -41,45 +41,45 @@ class Hello(Request, frozen=True, kw_only=True):
     services: list[Known]
 
 
-class Prepare(Request, frozen=True, kw_only=True):
+class Prepare(Request, frozen=True, kw_only=True, tag="Prepare"):
     engine: bytes
     copy_fd: int
     degrees: tuple[int, ...]
 
 
-class Load(Request, frozen=True, kw_only=True):
+class Load(Request, frozen=True, kw_only=True, tag="Load"):
     service: str
     devices: Chunk
 
 
-class Unload(Request, frozen=True, kw_only=True):
+class Unload(Request, frozen=True, kw_only=True, tag="Unload"):
     """May come while a call to another service runs."""
 
     service: str
     devices: Chunk
 
 
-class Call(Request, frozen=True, kw_only=True):
+class Call(Request, frozen=True, kw_only=True, tag="Call"):
     service: str
     devices: Chunk
     payloads: list[bytes]
 
 
-class Interrupt(Request, frozen=True, kw_only=True):
+class Interrupt(Request, frozen=True, kw_only=True, tag="Interrupt"):
     """Let the call end, if it can be."""
 
     call: int
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     id: int
 
 
-class Begun(Reply, frozen=True, kw_only=True):
+class Begun(Reply, frozen=True, kw_only=True, tag="Begun"):
     """Of a Call, ahead of its answer: from now on it may have done something."""
 
 
-class Done(Reply, frozen=True, kw_only=True):
+class Done(Reply, frozen=True, kw_only=True, tag="Done"):
     answers: list[bytes] = []
     layout: Layout | None = None
     needs: dict[int, int] = {}
@@ -91,7 +91,7 @@ class Done(Reply, frozen=True, kw_only=True):
     """That the engine took, without the way here."""
 
 
-class Failed(Reply, frozen=True, kw_only=True):
+class Failed(Reply, frozen=True, kw_only=True, tag="Failed"):
     reason: str
     whose: str = "service"
     """`service`; `payload`: the caller's; `config`: what was said of the service; `full`: a device has no room;

@@ -12,7 +12,7 @@ PAYLOAD_BYTES_MAX = 256 * MIB
 """Of one payload and of one answer: both cross a socket whole. Larger things are named by a path, not sent."""
 
 
-class Infer(Work, frozen=True, kw_only=True):
+class Infer(Work, frozen=True, kw_only=True, tag="Infer"):
     """Call the service that the action names. The answer is in `Ended.answer`."""
 
     payload: bytes

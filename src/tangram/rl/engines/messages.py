@@ -15,11 +15,11 @@ from tangram.rl.settings import EngineSettings
 # ---- commands ---------------------------------------------------------------------------------------------------
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     pass
 
 
-class Hello(Command, frozen=True, kw_only=True):
+class Hello(Command, frozen=True, kw_only=True, tag="Hello"):
     """The first one. It is answered by Ready when the engine can serve, or by NotReady."""
 
     name: str
@@ -31,24 +31,24 @@ class Hello(Command, frozen=True, kw_only=True):
     record_steps: bool = False
 
 
-class Add(Command, frozen=True, kw_only=True):
+class Add(Command, frozen=True, kw_only=True, tag="Add"):
     """Answered by Done or Refused; ahead of that by any number of Written."""
 
     request: Request
 
 
-class Abort(Command, frozen=True, kw_only=True):
+class Abort(Command, frozen=True, kw_only=True, tag="Abort"):
     """Not answered. An answer to the request may be on its way."""
 
     id: str
 
 
-class Suspend(Command, frozen=True, kw_only=True):
+class Suspend(Command, frozen=True, kw_only=True, tag="Suspend"):
     ask: int
     """Comes back in the answer."""
 
 
-class Fetch(Command, frozen=True, kw_only=True):
+class Fetch(Command, frozen=True, kw_only=True, tag="Fetch"):
     """Weights are read while it goes on writing. Answered by Fetched or UpdateFailed; ahead of that by any number of
     Fetching. A second one takes the place of the first, which has failed then."""
 
@@ -56,7 +56,7 @@ class Fetch(Command, frozen=True, kw_only=True):
     weights: Weights
 
 
-class Update(Command, frozen=True, kw_only=True):
+class Update(Command, frozen=True, kw_only=True, tag="Update"):
     """Weights that were fetched take the place of the old ones; others are read first. Answered by Updated or
     UpdateFailed."""
 
@@ -64,30 +64,30 @@ class Update(Command, frozen=True, kw_only=True):
     weights: Weights
 
 
-class Resume(Command, frozen=True, kw_only=True):
+class Resume(Command, frozen=True, kw_only=True, tag="Resume"):
     ask: int
 
 
-class Close(Command, frozen=True, kw_only=True):
+class Close(Command, frozen=True, kw_only=True, tag="Close"):
     """Not answered but by its end."""
 
 
 # ---- answers ----------------------------------------------------------------------------------------------------
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=False):
     pass
 
 
-class Ready(Answer, frozen=True, kw_only=True):
+class Ready(Answer, frozen=True, kw_only=True, tag="Ready"):
     pass
 
 
-class NotReady(Answer, frozen=True, kw_only=True):
+class NotReady(Answer, frozen=True, kw_only=True, tag="NotReady"):
     reason: str
 
 
-class Written(Answer, frozen=True, kw_only=True):
+class Written(Answer, frozen=True, kw_only=True, tag="Written"):
     """Of a request that goes on: its tokens since the last message about it. Done repeats them all."""
 
     id: str
@@ -97,13 +97,13 @@ class Written(Answer, frozen=True, kw_only=True):
     kept: tuple[tuple[int, ...], ...] | None = None
 
 
-class Done(Answer, frozen=True, kw_only=True):
+class Done(Answer, frozen=True, kw_only=True, tag="Done"):
     id: str
     generation: Generation
     """All of it."""
 
 
-class Refused(Answer, frozen=True, kw_only=True):
+class Refused(Answer, frozen=True, kw_only=True, tag="Refused"):
     """The request cannot be served by this engine. The words are those of InvalidInput."""
 
     id: str
@@ -112,29 +112,29 @@ class Refused(Answer, frozen=True, kw_only=True):
     expected: str
 
 
-class Acknowledged(Answer, frozen=True, kw_only=True):
+class Acknowledged(Answer, frozen=True, kw_only=True, tag="Acknowledged"):
     """Of Suspend and Resume: it is so from the next step on."""
 
     ask: int
 
 
-class Fetching(Answer, frozen=True, kw_only=True):
+class Fetching(Answer, frozen=True, kw_only=True, tag="Fetching"):
     """It goes on: nothing else is said by an engine that has nothing to write."""
 
     ask: int
 
 
-class Fetched(Answer, frozen=True, kw_only=True):
+class Fetched(Answer, frozen=True, kw_only=True, tag="Fetched"):
     ask: int
     version: int
 
 
-class Updated(Answer, frozen=True, kw_only=True):
+class Updated(Answer, frozen=True, kw_only=True, tag="Updated"):
     ask: int
     version: int
 
 
-class UpdateFailed(Answer, frozen=True, kw_only=True):
+class UpdateFailed(Answer, frozen=True, kw_only=True, tag="UpdateFailed"):
     """The old weights stay."""
 
     ask: int
@@ -153,7 +153,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Requests for which one token was written after another."""
 
 
-class Beat(Answer, frozen=True, kw_only=True):
+class Beat(Answer, frozen=True, kw_only=True, tag="Beat"):
     """It lives, and this is what it has done. Also said when it runs out of work."""
 
     statistics: EngineStatistics
