@@ -137,7 +137,7 @@ def mentions(message: Event | Effect, action_id: str) -> bool:
 
 def describe(now: float, message: Event | Effect) -> str:
     """One readable line."""
-    return f"{now:12.3f} s  {type(message).__name__:<12} {_details(message)}"
+    return f"{now:12.3f} s  {message.__struct_config__.tag:<12} {_details(message)}"
 
 
 def _details(message: Event | Effect) -> str:

@@ -161,7 +161,7 @@ class _Child(ChildLife):
         try:
             answer: AnyAnswer = await self.ask(command.ask, command)
         except FrameTooLong as error:
-            raise InvalidInput(type(command).__name__.lower(), "too much at once", str(error)) from error
+            raise InvalidInput(str(command.__struct_config__.tag).lower(), "too much at once", str(error)) from error
         match answer:
             case Refused(field=field, value=value, expected=expected):
                 raise InvalidInput(field, value, expected)

@@ -94,11 +94,11 @@ class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_event(event: msgspec.Struct, since: float = 0.0) -> EngineEvent:
-    """An event of a gateway as a record: its name is that of its type. `since`: from when the times of the rollout are
+    """An event of a gateway as a record, named by its tag. `since`: from when the times of the rollout are
     counted, as its `began`, by the clock that the event has its `at_s` of."""
     fields = msgspec.to_builtins(event)
     words = {key: value for key, value in fields.items() if key not in ("at_s", "type")}
-    return EngineEvent(at_s=fields["at_s"] - since, name=type(event).__name__, words=words)
+    return EngineEvent(at_s=fields["at_s"] - since, name=fields["type"], words=words)
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -169,7 +169,7 @@ def _of_actions(picture: Picture) -> Iterator[Sample]:
     for limit, count in picture.refusals.items():
         yield "tangram_refusals_total", (limit,), count
     for event, count in picture.events.items():
-        yield "tangram_scheduler_events_total", (event.__name__,), count
+        yield "tangram_scheduler_events_total", (str(event.__struct_config__.tag),), count
 
 
 def _of_run(account: RunAccount) -> Iterator[Sample]:

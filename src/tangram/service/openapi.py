@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tangram.service.routes import ROUTES, Route
-from tangram.service.wire import NAME, NAME_LENGTH_MAX, RUN, Problem
+from tangram.service.wire import NAME, NAME_LENGTH_MAX, RUN, Chunk, Problem
 
 TITLE = "Tangram"
 VERSION = "1"
@@ -70,7 +70,7 @@ def _operation(route: Route) -> dict[str, Any]:
     for status, about in ERRORS.items():
         answers.setdefault(status, {**_answer(about, Problem)})
     found: dict[str, Any] = {
-        "operationId": route.handler.__name__,
+        "operationId": route.operation,
         "summary": route.about,
         "parameters": parameters,
         "responses": answers,
@@ -99,5 +99,5 @@ def _content(record: Any) -> dict[str, Any]:
     if record is str:
         return {"text/plain": {"schema": {"type": "string"}}}
     (schema,), _ = msgspec.json.schema_components([record], ref_template=REF)
-    kind = "application/x-ndjson" if record.__name__ == "Chunk" else "application/json"
+    kind = "application/x-ndjson" if record is Chunk else "application/json"
     return {kind: {"schema": schema}}

@@ -23,6 +23,7 @@ from tangram.core.messages import (
     Event,
     Evicted,
     Finished,
+    Message,
     NodeChanged,
     NodeState,
     PoolChanged,
@@ -84,7 +85,7 @@ class Picture:
         """Of functions. Set by whoever has any."""
         self.loaded: dict[str, Loaded] = {}
         """By node, as managers told it."""
-        self.events: dict[type, int] = dict.fromkeys(EVENTS, 0)
+        self.events: dict[type[Message], int] = dict.fromkeys(EVENTS, 0)
         self.refusals: dict[str, int] = {}
         """By the name of the limit."""
         self._clock = clock or WallClock()

@@ -101,7 +101,7 @@ def survey(path: str | Path) -> Survey:
     with opened(path) as (header, lines):
         for line in lines:
             message = line.message
-            name = type(message).__name__
+            name = str(message.__struct_config__.tag)
             messages[name] = messages.get(name, 0) + 1
             times = [times[0] if times else line.t, line.t]
             if isinstance(message, Submit):

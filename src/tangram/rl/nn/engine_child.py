@@ -110,7 +110,7 @@ class Engine:
 
     def _carry_out(self, command: AnyCommand) -> None:
         if self._hello.record_steps:
-            self._taken.append(type(command).__name__)
+            self._taken.append(str(command.__struct_config__.tag))
         match command:
             case Add(request=request):
                 try:
