@@ -1,0 +1,401 @@
+"""Every format that outlives a process or leaves the program, written by the code that writes it.
+
+Each function returns its files by path below tests/golden. Clocks and ids are fixed; `STATE` stands for the directory
+that absolute paths of a format begin with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+from unittest import mock
+
+import msgspec
+from tests.golden.records import ACTION, ENDPOINT, FUNCTION, OUTCOME, SPEC, example, shape
+
+from tangram.clock import SimClock
+from tangram.core.limits import Limits
+from tangram.core.messages import Effect, Event, Pool, Window, cpu_node
+from tangram.core.trace import EVENTS
+from tangram.errors import InvalidAction
+from tangram.managers.cpu import cgroups, skeleton
+from tangram.managers.cpu.images import Image, ImageStore
+from tangram.managers.cpu.owner import Owner
+from tangram.managers.cpu.records import Record as SandboxRecord
+from tangram.managers.cpu.spawning import _Greeting
+from tangram.managers.functions.work import Call, Post, failed, returned
+from tangram.managers.models import wire as device_messages
+from tangram.managers.work import Close, Exec, Executed, Open
+from tangram.rl import trainer_messages
+from tangram.rl.buffer_records import BufferState, Waiting
+from tangram.rl.checkpoints import RunState, write_state
+from tangram.rl.engines import messages as engine_messages
+from tangram.rl.engines.base import EngineStatistics
+from tangram.rl.environments.judging import JudgeSettings
+from tangram.rl.gateway_records import EngineLost
+from tangram.rl.metrics_log import MetricsLog
+from tangram.rl.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.run_folder import OWNER, TENSORBOARD, open_run
+from tangram.rl.sample_log import SampleLog
+from tangram.rl.settings import RewardSettings, TaskSettings
+from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
+from tangram.rl.training_settings import TeacherSettings, TrainSettings
+from tangram.rl.trajectory_log import GroupClosing, Statistics, TrajectoryLog, engine_event
+from tangram.service.auth import Record as RunRecord
+from tangram.service.auth import hash_of
+from tangram.service.fault import fault_of
+from tangram.service.images import NOTE
+from tangram.service.journal import Journal
+from tangram.service.metrics import FAMILIES
+from tangram.service.openapi import document
+from tangram.service.orchestrator import Settled
+from tangram.service.remembering import encode
+from tangram.service.routes import ROUTES
+from tangram.service.wire import AnyWork, Caps, Problem, Submission
+from tangram.sim.record import recording
+
+STATE = "/STATE"
+BEGAN_AT = 1_790_000_000.0
+TOKEN = "tgr_golden"
+Files = dict[str, bytes]
+
+
+def pretty(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def in_folder(folder: Path) -> Files:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+# ---- the service ----------------------------------------------------------------------------------------------------
+
+JOURNAL = "journal.sql"
+RUN_RECORD = RunRecord(weight=2.0, caps=example(Caps), made_at=BEGAN_AT)
+SETTLED = Settled(
+    outcome=OUTCOME,
+    executed=Executed(exit_code=1, stdout=b"out", stderr=b"err", stdout_bytes=3, stderr_bytes=3, out_of_memory=True,
+                      cpus=2, session_ended=True),
+    answer=b"",
+    fault=fault_of(InvalidAction("cwd", "x", "y")),
+)  # fmt: skip
+WORKS: dict[str, AnyWork] = {
+    "run-a:queued": Exec(command="make test", cwd="src", env={"A": "b"}, session="shell"),
+    "run-a:called": Call(function=FUNCTION, arguments=b"pickled arguments"),
+    "run-a:running": Open(spec=SPEC),
+    "run-a:settled": Post(endpoint=ENDPOINT, body=b"[1]", key="key-1"),
+    "run-a:fetched": Close(),
+}
+
+
+def journal() -> Files:
+    """The database as SQL: pages differ between releases of SQLite, statements do not."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.sqlite"
+        asyncio.run(_write_journal(path))
+        return {JOURNAL: dump(path)}
+
+
+async def _write_journal(path: Path) -> None:
+    async with Journal(path, clock=SimClock()) as kept:
+        for id, work in WORKS.items():
+            action = msgspec.structs.replace(ACTION, id=id)
+            await kept.submitted(id, action.run, encode(action), encode(work))
+        for id in ("run-a:running", "run-a:settled"):
+            await kept.starting(id, 2)
+        for id in ("run-a:settled", "run-a:fetched"):
+            settled = msgspec.structs.replace(SETTLED, outcome=msgspec.structs.replace(OUTCOME, action=id))
+            await kept.settled(id, encode(settled))
+        kept.fetched("run-a:fetched")
+        await kept.sandbox_opened("run-a:box", "run-a", "local", encode(SPEC))
+        await kept.run_changed("run-a", hash_of(TOKEN), msgspec.msgpack.encode(RUN_RECORD))
+        await kept.run_ending("run-b", msgspec.msgpack.encode(RUN_RECORD))
+        await kept.note(f"{NOTE}run-a:fixed", b"run-a:fixed")
+        await kept.written()
+
+
+def dump(path: Path) -> bytes:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        pragmas = [
+            f"PRAGMA {name} = {db.execute(f'PRAGMA {name}').fetchone()[0]};"
+            for name in ("auto_vacuum", "application_id", "user_version")
+        ]
+        return "\n".join([*pragmas, *db.iterdump(), ""]).encode()
+
+
+def restored(path: Path, dumped: bytes) -> None:
+    """The database of a dump."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript(dumped.decode())
+
+
+TRACE = "trace.jsonl"
+POOLS = (
+    *cpu_node("local", 4, 8.0, numa_nodes=2),
+    Pool(kind="search", total=10, window=Window(seconds=1.0, bucket=True)),
+)
+
+
+def messages_of(union: Any) -> list[Any]:
+    return [example(kind) for kind in get_args(union)]
+
+
+def trace() -> Files:
+    """Every event once; the first is answered by every effect."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.jsonl"
+        with recording(path, policy="adaptive", pools=POOLS, limits=Limits(queue_max=1000), note="golden") as observe:
+            assert observe is not None
+            for number, event in enumerate(EVENTS):
+                observe(0.5 * number, example(event), [] if number else messages_of(Effect))
+        return {TRACE: path.read_bytes()}
+
+
+def http() -> Files:
+    """A request and a response of each route, and what the OpenAPI document calls them."""
+    found = {}
+    for route in ROUTES:
+        if route.takes is Submission:
+            request: Any = [
+                msgspec.structs.replace(example(Submission), work=example(work)) for work in get_args(AnyWork)
+            ]
+        else:
+            request = example(route.takes) if _is_record(route.takes) else _raw(route.takes)
+        found[route.operation] = {
+            "route": f"{route.method} {route.path}",
+            "query": [query.name for query in route.query],
+            "status": [route.status, *route.also],
+            "request": request,
+            "response": example(route.gives) if _is_record(route.gives) else _raw(route.gives),
+        }
+    described = msgspec.json.decode(document())
+    return {
+        "http.json": pretty(found),
+        "http-shapes.json": pretty(
+            {
+                "problem": shape(Problem),
+                **{
+                    route.operation: {"request": shape(route.takes), "response": shape(route.gives)} for route in ROUTES
+                },
+            }
+        ),
+        "openapi-names.json": pretty(
+            {
+                "operations": sorted(op["operationId"] for each in described["paths"].values() for op in each.values()),
+                "schemas": sorted(described["components"]["schemas"]),
+            }
+        ),
+    }
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _raw(kind: Any) -> str | None:
+    return {bytes: "bytes", str: "text", None: None}[kind]
+
+
+def metrics() -> Files:
+    """Names and labels of metrics, with the values of the label `event`."""
+    families = {family.name: [family.kind, *family.labels] for family in FAMILIES}
+    return {"metrics.json": pretty({"families": families, "events": [kind.__struct_config__.tag for kind in EVENTS]})}
+
+
+# ---- sandboxes and images -------------------------------------------------------------------------------------------
+
+IMAGE = Image(
+    name="run-a:fixed", layers=(f"{STATE}/images/layers/{'a' * 32}", f"{STATE}/images/layers/{'b' * 32}"),
+    binds_usr=True, shell="/bin/bash", env={"LANG": "C"}, cwd="/src",
+)  # fmt: skip
+SANDBOX = SandboxRecord(name="run-a:box", box="7", init=4242, spec=SPEC, image=IMAGE)
+
+
+@contextlib.contextmanager
+def state_directory(image: Image = IMAGE) -> Iterator[tuple[Path, Image]]:
+    """An empty one that has the layers of an image, and the image with its layers there."""
+    with tempfile.TemporaryDirectory() as folder:
+        layers = tuple(layer.replace(STATE, folder) for layer in image.layers)
+        for layer in layers:
+            Path(layer).mkdir(parents=True)
+        yield Path(folder), msgspec.structs.replace(image, layers=layers)
+
+
+def state() -> Files:
+    """The state directory of a manager with a named owner: its layout, a sandbox, and the index of images."""
+    with state_directory() as (folder, image):
+        owner = _owner(folder)
+        owner.records.write(SANDBOX)
+        owner.keep_with("run-a:fixed")
+        store = ImageStore(folder / "images")
+        store._register(image)
+        store.remember("codefix-1", image)
+        shutil.rmtree(folder / "images" / "locks")
+        found = in_folder(folder)
+        layout = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+        owner.let_go()
+        here = str(folder).encode()
+    files = {
+        f"state/{name}": content.replace(here, STATE.encode())
+        for name, content in found.items()
+        if content and not name.endswith("lock")
+    }
+    layer = skeleton.digest(
+        [skeleton.Node("etc"), skeleton.Node("etc/name", 0o644, b"box"), skeleton.Node("a", target="b")]
+    )
+    names = {"layout": [name for name in layout if "images/images/" not in name], "layer": layer}
+    return files | {"state.json": pretty(names | {"greeting of the spawner": shape(_Greeting)})}
+
+
+def _owner(folder: Path) -> Owner:
+    with (
+        mock.patch.object(secrets, "token_hex", lambda count: "0" * 2 * count),
+        mock.patch.object(cgroups, "owner_root", return_value=None),
+    ):
+        return Owner(folder, "golden")
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+SETTINGS = TrainSettings(
+    run="golden",
+    tasks=(
+        TaskSettings(name="lake", environment="frozenlake", options={"size": 4}),
+        TaskSettings(name="code", reward=RewardSettings(kind="function", function="scores:score")),
+        TaskSettings(name="taught", environment="chain", reward=RewardSettings(kind="teacher", service="expert")),
+    ),
+    teachers=(TeacherSettings(name="expert", checkpoint="teachers/expert"),),
+)
+STEP = 40
+TURN = Turn(
+    observation="look", observation_tokens=(1, 2), action="go", tokens=(3, 4), logprobs=(-0.5, -0.25),
+    versions=(39, 40), kept=((3, 5), (4,)), cut=True, engine="engine-0", prefilled=2, prefill_s=0.5, decode_s=0.25,
+)  # fmt: skip
+TRAJECTORY = Trajectory(
+    id="lake/7/0.0", task="lake", group="lake/7", member=0, attempt=0, seed=11, turns=(TURN,), observation="over",
+    ending=Ending.FINISHED, cause="won", reward=1.0, teacher_logprobs=(-0.125, -0.0625), metrics={"moves": 3.0},
+    spans=(
+        Span(stage=Stage.GENERATE, began_s=0.0, ended_s=1.0, waiting_s=0.5, waited_for="engine-0"),
+        Span(stage=Stage.STEP, began_s=1.0, ended_s=2.0, attempt=1, failed="it hung"),
+    ),
+    began_s=0.0, ended_s=2.5,
+)  # fmt: skip
+FAILED = Trajectory(
+    id="lake/7/1.0", task="lake", group="lake/7", member=1, attempt=0, seed=11, turns=(), ending=Ending.ENV_FAILED,
+    cause="it crashed",
+)  # fmt: skip
+GROUP = Group(
+    id="lake/7", task="lake", seed=11, members=(TRAJECTORY,), left_out=(FAILED,), wanted=2, cause="a member was lost"
+)
+RUN_STATE = RunState(
+    version=STEP, step=STEP, ticket_next=9,
+    buffer=BufferState(
+        version=STEP, waiting=(Waiting(group=GROUP, version=39, since=1.0),),
+        in_flight=(Ticket(task="lake", number=8, seed=12, series="eval-", size=4, temperature=0.5),),
+        trained=((0, 5),), dropped=((6, 6),), dropped_by_cause={"stale": 1}, trajectories_discarded=2,
+        tokens_discarded=64, bytes_mean=512.0, puts=7,
+    ),
+    at_s=99.5, warm=example(Warmed), evaluations=3, random=b"state of chance", note="golden",
+)  # fmt: skip
+LINES: tuple[AnyLine, ...] = (
+    msgspec.structs.replace(example(Began), began_at=BEGAN_AT, step=0, resumed_from="", settings={"seed": 7}),
+    example(Warmed), example(Trained), example(Evaluated), msgspec.structs.replace(example(Noticed), step=None),
+    example(Over),
+)  # fmt: skip
+
+
+def training() -> Files:
+    """The folder of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        asyncio.run(_write_run(path))
+        shutil.rmtree(path / TENSORBOARD, ignore_errors=True)
+        (path / OWNER).unlink()
+        return {f"run/{name}": content for name, content in in_folder(path).items()}
+
+
+async def _write_run(path: Path) -> None:
+    with open_run(path, SETTINGS, resume=False, modules=("environments",)) as run:
+        with MetricsLog(path, resume=False) as log:
+            for line in LINES:
+                log.tell(line)
+        async with run.checkpoint(STEP) as unfinished:
+            (unfinished / "words.json").write_bytes(msgspec.json.encode(("go", "look")))
+            write_state(unfinished, RUN_STATE)
+        with SampleLog(run.samples, STEP) as samples:
+            samples.append(GROUP)
+            samples.append_lost("lake/8", "stale")
+
+
+def rollout() -> Files:
+    """The log of a rollout, which timelines are made of."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rollout.jsonl"
+        with TrajectoryLog(
+            path, settings=SETTINGS, words=("go", "look"), modules=("environments",), note="golden", began_at=BEGAN_AT
+        ) as log:
+            for record in (TRAJECTORY, FAILED, GroupClosing.of(GROUP, at_s=3.0)):
+                log.append(record)
+            log.append(engine_event(example(EngineLost)))
+            log.append(Statistics(at_s=4.0, engines=(example(EngineStatistics),), values={"buffered": float("inf")}))
+        return {"rollout.jsonl": path.read_bytes()}
+
+
+def models() -> Files:
+    """Names of tensors and keys of files that are kept: published weights, checkpoints, the cached judge."""
+    from tangram.rl.nn.checkpoint import describe, parts_by_name
+    from tangram.rl.nn.judge import Judge
+    from tangram.rl.nn.transformer import ModelConfig, Stretched, Transformer
+    from tangram.rl.nn.weights import Manifest
+
+    config = ModelConfig(
+        vocabulary=8, width=8, layers=1, heads=2, kv_heads=1, head_width=4, inner=16, qkv_bias=True, output_bias=True,
+        rope_stretched=Stretched(factor=8.0, low=1.0, high=4.0, context=64),
+    )  # fmt: skip
+    judge = JudgeSettings(groups=(("a", "b"), ("c",)), layers=1, width=8, heads=2)
+    found = {
+        "tensors": list(Transformer(config).state_dict()),
+        "tensors of checkpoints": [part.name for parts in parts_by_name(config).values() for part in parts],
+        "config.json": describe(config, "float32"),
+        "manifest.json": shape(Manifest),
+        "judge": {"file": judge.digest, "tensors": list(Judge(judge).state_dict())},
+    }
+    return {"models.json": pretty(found)}
+
+
+# ---- messages between processes -------------------------------------------------------------------------------------
+
+
+def messages() -> Files:
+    """Tags and fields of what processes of one version send each other."""
+    return {
+        "messages/scheduler.json": pretty({"events": shape(Event), "effects": shape(Effect)}),
+        "messages/devices.json": pretty(
+            {"requests": shape(device_messages.AnyRequest), "replies": shape(device_messages.AnyWord)}
+        ),
+        "messages/engines.json": pretty(
+            {"commands": shape(engine_messages.AnyCommand), "answers": shape(engine_messages.AnyAnswer)}
+        ),
+        "messages/trainer.json": pretty(
+            {"commands": shape(trainer_messages.AnyCommand), "answers": shape(trainer_messages.AnyAnswer)}
+        ),
+        "messages/answers.json": pretty(
+            {"returned": returned(b"\x01").hex(), "failed": failed("raised", "no", "at").hex()}
+        ),
+    }
+
+
+FORMATS: tuple[Callable[[], Files], ...] = (
+    journal, trace, http, metrics, state, training, rollout, models, messages
+)  # fmt: skip

@@ -1,0 +1,213 @@
+"""Golden files: what earlier versions wrote is read as it was meant, and is written the same today.
+
+tests/golden/README.md says what the files are and when one may change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from tests.golden import formats
+from tests.golden.formats import (
+    FORMATS,
+    GROUP,
+    IMAGE,
+    LINES,
+    RUN_RECORD,
+    RUN_STATE,
+    SANDBOX,
+    SETTINGS,
+    SETTLED,
+    STATE,
+    STEP,
+    TOKEN,
+    TRAJECTORY,
+    WORKS,
+    Files,
+    in_folder,
+)
+from tests.golden.records import ACTION, SPEC, example
+
+from tangram.core.messages import Effect, Event
+from tangram.core.trace import EVENTS
+from tangram.managers.cpu.images import ImageStore
+from tangram.managers.cpu.records import Records
+from tangram.managers.functions.work import Failure, answer_of
+from tangram.managers.work import SandboxSpec
+from tangram.rl.checkpoints import read_checkpoint
+from tangram.rl.metrics_log import read_metrics
+from tangram.rl.run_folder import open_run, read_modules, read_settings
+from tangram.rl.sample_log import Lost, Put, needed
+from tangram.rl.timeline import logged
+from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Statistics, read
+from tangram.service.auth import Record as RunRecord
+from tangram.service.auth import Runs
+from tangram.service.images import OwnedImages
+from tangram.service.journal import Journal, Phase, Recovered
+from tangram.service.remembering import decode_action, decode_settled, decode_work
+from tangram.service.routes import ROUTES
+from tangram.service.wire import AnyWork, Submission
+from tangram.sim.record import opened
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+# ---- written as before ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", FORMATS, ids=lambda each: each.__name__)
+def test_what_is_written_today_equals_the_golden_file(written: Callable[[], Files]) -> None:
+    for name, content in written().items():
+        assert (GOLDEN / name).is_file(), f"{name} is new: python -m tests.golden.write"
+        assert content == (GOLDEN / name).read_bytes(), f"{name}: see tests/golden/README.md"
+
+
+def test_every_golden_file_is_written_by_a_format() -> None:
+    written = {name for each in FORMATS for name in each()}
+    there = {name for name in in_folder(GOLDEN) if not name.endswith((".py", ".pyc", "README.md"))}
+    assert there == written
+
+
+def test_golden_files_name_no_place_of_a_machine() -> None:
+    for name, content in in_folder(GOLDEN).items():
+        if not name.endswith((".py", ".pyc")):
+            for place in (b"/tmp", b"/home", b"/root", b"/work/main", b"://docker", b"://ghcr"):
+                assert place not in content, name
+
+
+# ---- read as it was meant -------------------------------------------------------------------------------------------
+
+
+def recovered(folder: Path) -> Recovered:
+    path = folder / "journal.sqlite"
+    formats.restored(path, (GOLDEN / formats.JOURNAL).read_bytes())
+
+    async def found() -> Recovered:
+        async with Journal(path) as journal:
+            return journal.recovered
+
+    return asyncio.run(found())
+
+
+def test_the_journal_gives_back_actions_in_every_phase(tmp_path: Path) -> None:
+    found = {known.id: known for known in recovered(tmp_path).actions}
+    assert {id: known.phase for id, known in found.items()} == {
+        "run-a:queued": Phase.QUEUED,
+        "run-a:called": Phase.QUEUED,
+        "run-a:running": Phase.RUNNING,
+        "run-a:settled": Phase.SETTLED,
+        "run-a:fetched": Phase.SETTLED,
+    }
+    for id in ("run-a:queued", "run-a:called", "run-a:running"):
+        assert decode_action(found[id].action) == msgspec.structs.replace(ACTION, id=id)
+        assert decode_work(found[id].work) == WORKS[id]
+    assert found["run-a:running"].attempt == 2
+    assert not found["run-a:settled"].fetched
+    assert found["run-a:fetched"].fetched
+    result = found["run-a:settled"].result
+    assert result is not None
+    outcome = msgspec.structs.replace(SETTLED.outcome, action="run-a:settled")
+    assert decode_settled(result) == msgspec.structs.replace(SETTLED, outcome=outcome)
+
+
+def test_the_journal_gives_back_sandboxes_tokens_and_images(tmp_path: Path) -> None:
+    found = recovered(tmp_path)
+    (sandbox,) = found.sandboxes
+    assert (sandbox.name, sandbox.run, sandbox.node) == ("run-a:box", "run-a", "local")
+    assert msgspec.msgpack.decode(sandbox.spec, type=SandboxSpec) == SPEC
+    runs: Any = Runs(None, found.runs)  # type: ignore[arg-type]  # it writes nothing here
+    caller = runs.caller(TOKEN)
+    assert caller is not None
+    assert caller.run == "run-a"
+    assert caller.caps == RUN_RECORD.caps
+    assert runs.ending == ["run-b"]
+    assert msgspec.msgpack.decode(found.runs[0].record, type=RunRecord) == RUN_RECORD
+    images = OwnedImages(None, None, found.notes)  # type: ignore[arg-type]
+    assert images.by_name == {"run-a:fixed": "run-a:fixed"}
+
+
+def test_the_trace_gives_back_every_event_and_effect() -> None:
+    with opened(GOLDEN / formats.TRACE) as (header, lines):
+        read_back = list(lines)
+    assert (header.policy, header.note, header.limits.queue_max) == ("adaptive", "golden", 1000)
+    assert header.pools == formats.POOLS
+    messages = [line.message for line in read_back]
+    assert messages == [example(EVENTS[0]), *map(example, get_args(Effect)), *map(example, EVENTS[1:])]
+    assert set(map(type, messages)) == {*get_args(Event), *get_args(Effect)}
+
+
+def test_requests_and_responses_are_read_as_the_records_of_their_routes() -> None:
+    kept = msgspec.json.decode((GOLDEN / "http.json").read_bytes(), type=dict[str, dict[str, msgspec.Raw]])
+    assert kept.keys() == {route.operation for route in ROUTES}
+    for route in ROUTES:
+        for record, content in (
+            (route.takes, kept[route.operation]["request"]),
+            (route.gives, kept[route.operation]["response"]),
+        ):
+            if record is Submission:
+                sent = msgspec.json.decode(content, type=list[Submission])
+                assert [each.work for each in sent] == [example(work) for work in get_args(AnyWork)]
+            elif isinstance(record, type) and issubclass(record, msgspec.Struct):
+                assert msgspec.json.decode(content, type=record) == example(record)
+
+
+def test_the_state_directory_gives_back_a_sandbox_and_images(tmp_path: Path) -> None:
+    owner = GOLDEN / "state" / "owners" / "golden.00000000"
+    assert Records(owner / "kept").read() == ({SANDBOX.name: SANDBOX}, {})
+    with formats.state_directory() as (folder, image):
+        for kind in ("images", "cache"):
+            target = folder / "images" / kind
+            target.mkdir()
+            for path in (GOLDEN / "state" / "images" / kind).iterdir():
+                (target / path.name).write_bytes(path.read_bytes().replace(STATE.encode(), str(folder).encode()))
+        store = ImageStore(folder / "images")
+        assert store.get(IMAGE.name) == image
+        assert store.recall("codefix-1") == image
+
+
+def test_the_folder_of_a_run_can_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(GOLDEN / "run", path)
+    assert read_settings(path) == SETTINGS
+    assert read_modules(path) == ("environments",)
+    assert read_metrics(path / "metrics.jsonl") == list(LINES)
+    with open_run(path, SETTINGS, resume=True) as run:
+        assert run.changed == ()
+        found = run.latest()
+        assert found is not None
+        assert found.step == STEP
+        waiting = tuple(msgspec.structs.replace(each, group=needed(each.group)) for each in RUN_STATE.buffer.waiting)
+        buffer = msgspec.structs.replace(RUN_STATE.buffer, waiting=waiting)
+        assert found.state == msgspec.structs.replace(RUN_STATE, buffer=buffer)
+        logs = run.samples_after(STEP)
+        assert list(logs) == [Put(group=needed(GROUP)), Lost(id="lake/8", cause="stale")]
+        assert not logs.torn
+    assert read_checkpoint(GOLDEN / "run" / "checkpoints" / "00000040").step == STEP
+
+
+def test_the_log_of_a_rollout_gives_back_its_records_and_a_timeline() -> None:
+    log = read(GOLDEN / "rollout.jsonl")
+    assert log.header.words == ("go", "look")
+    assert log.header.settings is not None
+    assert log.header.settings.tasks == SETTINGS.tasks
+    trajectory, failed, closing, event, statistics = log
+    assert (trajectory, failed) == (TRAJECTORY, GROUP.left_out[0])
+    assert closing == GroupClosing.of(GROUP, at_s=3.0)
+    assert isinstance(event, EngineEvent)
+    assert event.name == "EngineLost"
+    assert isinstance(statistics, Statistics)
+    assert statistics.values == {"buffered": float("inf")}
+    assert list(log.groups()) == [GROUP]
+    assert logged(log)
+
+
+def test_answers_of_functions_are_read() -> None:
+    kept = msgspec.json.decode((GOLDEN / "messages" / "answers.json").read_bytes())
+    assert answer_of(bytes.fromhex(kept["returned"])) == (None, 1)
+    assert answer_of(bytes.fromhex(kept["failed"])) == (Failure(kind="raised", message="no", traceback="at"), None)
