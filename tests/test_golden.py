@@ -6,6 +6,7 @@ tests/golden/README.md says what the files are and when one may change.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,14 @@ from tangram.service.wire import AnyWork, Submission
 from tangram.sim.record import opened
 
 GOLDEN = Path(__file__).parent / "golden"
+PATHS = (
+    "tangram.managers.models.torch_engine:TorchEngine",
+    "tangram.managers.models.transformers_engine:RewardModel",
+    "tangram.managers.models.transformers_engine:Teacher",
+    "tangram.managers.models.transformers_engine:Judge",
+    "tangram.managers.models.server_engine:ServerEngine",
+)
+"""What `services.engine` of a config names, as docs/reference/config.md lists it."""
 
 
 # ---- written as before ----------------------------------------------------------------------------------------------
@@ -211,3 +220,9 @@ def test_answers_of_functions_are_read() -> None:
     kept = msgspec.json.decode((GOLDEN / "messages" / "answers.json").read_bytes())
     assert answer_of(bytes.fromhex(kept["returned"])) == (None, 1)
     assert answer_of(bytes.fromhex(kept["failed"])) == (Failure(kind="raised", message="no", traceback="at"), None)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_engines_that_configs_name_are_found(path: str) -> None:
+    module, _, name = path.partition(":")
+    assert hasattr(importlib.import_module(module), name)
