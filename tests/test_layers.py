@@ -1,6 +1,7 @@
 """Imports point one way, the core stays pure, and heavy packages are imported where they are used.
 
-    errors, clock < core < config < managers < service | sim < client < rl < distributed | integrations < bench < cli
+    errors, clock < core < files < processes | reports < config < managers < runtime < server | sim < client < rl
+        < distributed | integrations < bench < cli
 
 A layer may import itself and what stands left of it; layers separated by | do not know each other. An import counts
 wherever it is written: inside a function or under TYPE_CHECKING it is the same dependency.
@@ -21,16 +22,21 @@ RANK_AND_LAYER_BY_PART = {
     "errors": (0, "errors, clock"),
     "clock": (0, "errors, clock"),
     "core": (1, "core"),
-    "config": (2, "config"),
-    "managers": (3, "managers"),
-    "service": (4, "service"),
-    "sim": (4, "sim"),
-    "client": (5, "client"),
-    "rl": (6, "rl"),
-    "distributed": (7, "distributed"),
-    "integrations": (7, "integrations"),
-    "bench": (8, "bench"),
-    "cli": (9, "cli"),
+    "files": (2, "files"),
+    "processes": (3, "processes"),
+    "reports": (3, "reports"),
+    "config": (4, "config"),
+    "managers": (5, "managers"),
+    "runtime": (6, "runtime"),
+    "service": (7, "service"),
+    "server": (7, "server"),
+    "sim": (7, "sim"),
+    "client": (8, "client"),
+    "rl": (9, "rl"),
+    "distributed": (10, "distributed"),
+    "integrations": (10, "integrations"),
+    "bench": (11, "bench"),
+    "cli": (12, "cli"),
 }
 
 ABOVE_ALL = ("__init__", "__main__")

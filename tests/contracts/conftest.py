@@ -25,10 +25,11 @@ from tangram.core.action import Action
 from tangram.core.demand import CORE, Demand, cores
 from tangram.core.messages import Grant, Share
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Manager, Output
+from tangram.managers.base import Lease, Manager
 from tangram.managers.cpu.manager import PROGRAMS, SandboxManager
 from tangram.managers.fake import FakeManager
 from tangram.managers.process import ProcessManager
+from tangram.managers.streams import Output
 from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
 
 DEADLINE_S = 60.0

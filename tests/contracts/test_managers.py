@@ -11,7 +11,8 @@ import pytest
 from tests.contracts.conftest import TICK, Bench, alive, until
 
 from tangram.errors import ManagerError
-from tangram.managers.work import STDERR, STDOUT, Close, Commit, Exec, Open, SandboxSpec
+from tangram.managers.streams import STDERR, STDOUT
+from tangram.managers.work import Close, Commit, Exec, Open, SandboxSpec
 
 needs_programs = pytest.mark.needs_programs
 

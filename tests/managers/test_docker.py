@@ -24,12 +24,13 @@ from tangram.core.action import Action
 from tangram.core.demand import Demand, cores
 from tangram.core.messages import Grant, Share
 from tangram.errors import FileFailed, InvalidConfig, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.docker import DockerManager
 from tangram.managers.docker.engine import _version_prefix
 from tangram.managers.docker.marks import Marked
 from tangram.managers.docker.owners import is_dead, own_name
-from tangram.managers.work import KIB, MIB, STDOUT, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.managers.streams import STDOUT, Output
+from tangram.managers.work import KIB, MIB, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
 
 WAIT_S = 30.0
 """For a condition that should come true at once."""

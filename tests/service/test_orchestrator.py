@@ -15,8 +15,9 @@ from tangram.core.messages import Effect, Event, Finished, Grant, Pool, Settle, 
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, InvariantError, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager, Script
+from tangram.managers.streams import Output
 from tangram.managers.work import Close, Exec, Hold, Open, SandboxSpec, Work
 from tangram.service.orchestrator import LOOK_FIRST_S, Orchestrator, Settled, Ticket
 

@@ -13,8 +13,9 @@ from tests.service.shared import config_of, keeping, note_box, note_exec, servin
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager
+from tangram.managers.streams import Output
 from tangram.managers.work import Close, Work
 from tangram.service.auth import Record
 from tangram.service.journal import Journal

@@ -14,8 +14,9 @@ from tests.service.shared import serving
 from tangram.core.action import Action
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager
+from tangram.managers.streams import Output
 from tangram.managers.work import Open, Work
 from tangram.service import serve
 

@@ -26,10 +26,11 @@ from tangram.client.transport import Pending
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.messages import Pool
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.base import Files, Images, Output
+from tangram.managers.base import Files, Images
 from tangram.managers.models import Service
 from tangram.managers.quota import Quota
-from tangram.managers.work import STDERR, STDOUT, Close, Commit, Hold, Open, Work
+from tangram.managers.streams import STDERR, STDOUT, Output
+from tangram.managers.work import Close, Commit, Hold, Open, Work
 from tangram.service.orchestrator import Settled, undisturbed
 from tangram.service.wire import (
     About,

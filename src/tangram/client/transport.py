@@ -15,10 +15,11 @@ from typing import Protocol, Self
 from tangram.core.action import Action
 from tangram.core.messages import Pool, PoolChanged, RunChanged
 from tangram.errors import InvalidAction
-from tangram.managers.base import Files, Images, Output
+from tangram.managers.base import Files, Images
 from tangram.managers.models import ModelManager, Service
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
+from tangram.managers.streams import Output
 from tangram.managers.work import Work
 from tangram.service.orchestrator import Orchestrator, Settled, Ticket
 

@@ -16,17 +16,14 @@ rules that all of them follow, and that one contract suite checks:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self, runtime_checkable
 
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
+from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Entry, Work
-
-Output = Callable[[int, bytes], None]
-"""Is told what a program writes as it comes: STDOUT or STDERR, and the bytes."""
 
 STOP_GRACE_S = 2.0
 """Between asking the processes of an action to end and killing them."""

@@ -32,14 +32,13 @@ import msgspec
 from tangram.core.action import NO_USAGE, Action, Usage
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, InvalidAction, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.capture import Capture
+from tangram.managers.streams import STDERR, STDOUT, Output
 from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
-    STDERR,
-    STDOUT,
     WORKSPACE,
     Close,
     Commit,

@@ -25,8 +25,8 @@ from tangram.core.demand import CPU, GPU, MEMORY, Amounts, fixed
 from tangram.core.ledger import CORE_KIND
 from tangram.core.messages import Event, Grant, Pool, PoolChanged, Window
 from tangram.errors import InvalidAction, InvalidConfig
-from tangram.managers.base import Output
 from tangram.managers.pace import Advice, Pace
+from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Work
 
 REQUESTS, TOKENS = "requests", "tokens"

@@ -13,8 +13,12 @@ import os
 import termios
 from collections.abc import Callable
 
-from tangram.managers.base import Output
 from tangram.managers.capture import Capture
+
+STDOUT, STDERR = 1, 2
+
+Output = Callable[[int, bytes], None]
+"""Called with what a program writes as it comes: STDOUT or STDERR, and the bytes."""
 
 READ_BYTES = 1 << 16
 """At a time: what a pipe holds unless somebody enlarged it."""

@@ -35,8 +35,6 @@ HOST_IMAGE = "host"
 WORKSPACE = "/work"
 """Where commands start and relative paths begin, unless the caller says otherwise."""
 
-STDOUT, STDERR = 1, 2
-
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a sandbox is made of, for its whole life."""

@@ -22,9 +22,8 @@ from tangram.errors import InvalidInput, ManagerError
 from tangram.managers.capture import Capture
 from tangram.managers.nursery import Nursery
 from tangram.managers.process_tree import SIGNAL_EXIT_BASE, Watched
-from tangram.managers.streams import Stream
+from tangram.managers.streams import STDERR, Stream
 from tangram.managers.width import told
-from tangram.managers.work import STDERR
 from tangram.rl.frames import Frames, FrameTooLong, framed
 
 START_S_MAX = 300.0

@@ -48,7 +48,8 @@ from tangram.core.messages import (
     WakeAt,
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
-from tangram.managers.base import Executor, Lease, Manager, Output, Restoring, ShortOfMemory
+from tangram.managers.base import Executor, Lease, Manager, Restoring, ShortOfMemory
+from tangram.managers.streams import Output
 from tangram.managers.work import MIB, Close, Ended, Executed, Open, Work
 from tangram.service.fault import Fault, fault_of
 

@@ -23,7 +23,7 @@ from tangram.core.action import Action, Usage
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.base import FiledApart, Lease, Output
+from tangram.managers.base import FiledApart, Lease
 from tangram.managers.cpu.adoption import Adoption
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.filing import Filing
@@ -38,6 +38,7 @@ from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.seccomp import filter_program
 from tangram.managers.cpu.spawning import Spawning
 from tangram.managers.cpu.warm import Warm
+from tangram.managers.streams import Output
 from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
 
 CLOSE_S_MAX = 10.0

@@ -18,7 +18,6 @@ from tangram.core.action import Usage
 from tangram.core.demand import CPU
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
-from tangram.managers.base import Output
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.docker.container import Claim, Container
 from tangram.managers.docker.engine import to_its_end
@@ -27,8 +26,9 @@ from tangram.managers.docker.marks import run_words, session_message, session_wo
 from tangram.managers.docker.processes import end_all, now_ticks
 from tangram.managers.docker.programs import Programs, begun
 from tangram.managers.docker.shells import Run, Session, Shell
+from tangram.managers.streams import STDERR, STDOUT, Output
 from tangram.managers.width import filled_in, told, whole_cores
-from tangram.managers.work import STDERR, STDOUT, WORKSPACE, Ended, Exec, Executed, inside
+from tangram.managers.work import WORKSPACE, Ended, Exec, Executed, inside
 
 BASE_ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb"}
 KILLED = 137

@@ -32,7 +32,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.base import FiledApart, Lease, Output
+from tangram.managers.base import FiledApart, Lease
 from tangram.managers.cpu.cores import Cores
 from tangram.managers.cpu.machine import Machine
 from tangram.managers.docker.container import HOLDER, NOT_FOUND, Container, Cpu, cpu_fields, cpu_of
@@ -42,6 +42,7 @@ from tangram.managers.docker.images import Images
 from tangram.managers.docker.leases import Errand, ProgramLease, SessionLease
 from tangram.managers.docker.owners import OWNER, SANDBOX, is_dead, own_name
 from tangram.managers.docker.programs import Programs
+from tangram.managers.streams import Output
 from tangram.managers.work import GIB, MIB, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
 
 DEFAULT_IMAGE = "debian:stable-slim"

@@ -26,7 +26,7 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Manager, Output
+from tangram.managers.base import Lease, Manager
 from tangram.managers.functions.boxed_host import (
     PREFIX,
     Awaiting,
@@ -42,6 +42,7 @@ from tangram.managers.functions.boxed_host import (
 from tangram.managers.functions.boxed_lease import BoxedLease
 from tangram.managers.functions.manager import LOSSES_MAX
 from tangram.managers.functions.work import Call
+from tangram.managers.streams import Output
 from tangram.managers.work import HOST_IMAGE, SandboxSpec, Work
 
 Key = tuple[str, str, str]

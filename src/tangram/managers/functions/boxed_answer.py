@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from tangram.managers.base import Output
 from tangram.managers.capture import Capture
 from tangram.managers.functions.boxed_program import ANSWER, BEGIN, FRAME, TOKEN_BYTES
 from tangram.managers.functions.instance import CAPTURE_BYTES_MAX, HEAD_BYTES_MAX, Reply
 from tangram.managers.functions.template import REPLY
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, failed, returned
-from tangram.managers.work import STDERR, STDOUT, Executed
+from tangram.managers.streams import STDERR, STDOUT, Output
+from tangram.managers.work import Executed
 
 REPLY_BYTES_MAX = REPLY.size + HEAD_BYTES_MAX + ANSWER_BYTES_MAX
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from tangram.core.action import NO_USAGE, Action, Usage
 from tangram.core.messages import Grant
 from tangram.errors import FileFailed, InvalidInput, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.functions.boxed_answer import Garbled, Listener, answer_of
 from tangram.managers.functions.boxed_host import BoxedHost, BoxedInstance, inside
 from tangram.managers.functions.boxed_program import (
@@ -32,7 +32,7 @@ from tangram.managers.functions.host import CALLS_MAX
 from tangram.managers.functions.leases import PATIENCE_S, SHOWN_CHARACTERS
 from tangram.managers.functions.templates import IMPORT_S_MAX, FunctionBroken
 from tangram.managers.functions.work import Call, Failure, failed
-from tangram.managers.streams import COMMANDS, STATUSES
+from tangram.managers.streams import COMMANDS, STATUSES, Output
 from tangram.managers.work import KIB, MIB, Ended, Exec, Executed
 
 SESSION = "function"

@@ -26,10 +26,11 @@ import msgspec
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, EndpointSpec, Post, failed, returned
 from tangram.managers.http import PASSING, Answer, Http, TooLarge, pause_s
 from tangram.managers.pace import advice_of
+from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Work
 
 PAUSE_S, PAUSE_S_MAX = 0.1, 10.0

@@ -13,12 +13,11 @@ from collections.abc import Callable
 import msgspec
 
 from tangram.errors import ManagerError
-from tangram.managers.base import Output
 from tangram.managers.capture import Capture
 from tangram.managers.functions.template import REPLY, REQUEST
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, Failure
-from tangram.managers.streams import Stream
-from tangram.managers.work import KIB, MIB, STDERR, STDOUT, Executed
+from tangram.managers.streams import STDERR, STDOUT, Output, Stream
+from tangram.managers.work import KIB, MIB, Executed
 
 CAPTURE_BYTES_MAX = 256 * KIB
 """Of each stream of a call: it is there to explain failures."""

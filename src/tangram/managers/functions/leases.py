@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 from tangram.core.action import NO_USAGE, Usage
 from tangram.errors import InvalidInput, ManagerError
-from tangram.managers.base import STOP_GRACE_S, Output
+from tangram.managers.base import STOP_GRACE_S
 from tangram.managers.functions.host import CALLS_MAX, Host
 from tangram.managers.functions.instance import Garbled, Gone, Instance, Reply
 from tangram.managers.functions.template import OUR_EXIT
 from tangram.managers.functions.templates import FunctionBroken
 from tangram.managers.functions.work import Call, failed, returned
 from tangram.managers.process_tree import look_up
+from tangram.managers.streams import Output
 from tangram.managers.work import MIB, Ended, Executed
 
 PATIENCE_S = 10.0

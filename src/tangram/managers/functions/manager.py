@@ -15,11 +15,12 @@ from typing import Self
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.functions.host import Host, Statistics
 from tangram.managers.functions.leases import CallLease
 from tangram.managers.functions.work import Call
 from tangram.managers.process_tree import Census
+from tangram.managers.streams import Output
 from tangram.managers.work import Work
 
 LOSSES_MAX = 10_000

@@ -24,7 +24,7 @@ from tangram.core.action import Action
 from tangram.core.demand import GPU
 from tangram.core.messages import Event, Evicted, Grant, Pool, Resident
 from tangram.errors import InvalidAction, InvalidConfig, InvariantError, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.models import hostcopy
 from tangram.managers.models.circuit import PAUSE_S, Circuit
 from tangram.managers.models.devices import Counts, Cuda, DeviceSpec, Emulated
@@ -37,6 +37,7 @@ from tangram.managers.models.wire import Hello, Known, Load, Unload
 from tangram.managers.models.work import Infer
 from tangram.managers.nursery import Nursery
 from tangram.managers.process_tree import Census
+from tangram.managers.streams import Output
 from tangram.managers.work import Work
 
 log = logging.getLogger("tangram")

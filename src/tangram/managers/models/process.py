@@ -31,9 +31,8 @@ from tangram.managers.models.wire import (
 )
 from tangram.managers.nursery import Nursery
 from tangram.managers.process_tree import ACTION_MARK, SIGNAL_EXIT_BASE, Census, Kin, Watched
-from tangram.managers.streams import Stream
+from tangram.managers.streams import STDERR, Stream
 from tangram.managers.width import told
-from tangram.managers.work import STDERR
 
 PROGRAM = f"{__package__}.server"
 LAST_WORDS_BYTES_MAX = 8192

@@ -17,22 +17,13 @@ from typing import TYPE_CHECKING
 
 from tangram.core.action import Usage
 from tangram.errors import ManagerError
-from tangram.managers.base import STOP_GRACE_S, Output
+from tangram.managers.base import STOP_GRACE_S
 from tangram.managers.capture import Capture
 from tangram.managers.process.files import Workspace
 from tangram.managers.process_tree import ACTION_MARK, SANDBOX_MARK, Census, Child, Kin, Process
-from tangram.managers.streams import ShellStreams, Stream, standard_input
+from tangram.managers.streams import STDERR, STDOUT, Output, ShellStreams, Stream, standard_input
 from tangram.managers.width import filled_in, told, whole_cores
-from tangram.managers.work import (
-    STDERR,
-    STDOUT,
-    WORKSPACE,
-    Ended,
-    Exec,
-    Executed,
-    SandboxSpec,
-    inside,
-)
+from tangram.managers.work import WORKSPACE, Ended, Exec, Executed, SandboxSpec, inside
 
 if TYPE_CHECKING:
     from tangram.managers.process.manager import ProcessManager

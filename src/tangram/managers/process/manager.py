@@ -25,7 +25,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
-from tangram.managers.base import Lease, Output
+from tangram.managers.base import Lease
 from tangram.managers.capture import Capture
 from tangram.managers.process.leases import (
     NOT_EXECUTABLE,
@@ -38,11 +38,10 @@ from tangram.managers.process.leases import (
     SessionLease,
 )
 from tangram.managers.process_tree import SANDBOX_MARK, Census, Child, Kin
-from tangram.managers.streams import Stream
+from tangram.managers.streams import STDERR, Output, Stream
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
-    STDERR,
     Close,
     Commit,
     Ended,
