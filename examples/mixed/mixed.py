@@ -38,7 +38,7 @@ from teachers import DOMAINS, TOLERANCE, Asked, Reference, make
 from tangram.bench.reservation import usual_backend
 from tangram.cli import show
 from tangram.errors import TangramError
-from tangram.sim.whole_file import check_writable
+from tangram.files.atomic_file import check_writable
 from tangram.sim.words import percent, seconds
 
 EXIT_WRONG, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130

@@ -15,9 +15,9 @@ from devices import Call, Timeline
 from sides import SHARED, TODAY
 from teachers import DOMAINS
 
+from tangram.files.atomic_file import whole_file
 from tangram.sim.page import card, figure, legend, page, prose, section
 from tangram.sim.svg import Drawing, Linear, duration
-from tangram.sim.whole_file import whole_file
 from tangram.sim.words import percent, seconds, several
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 import pytest
 
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
+from tangram.files.tree_removal import remove_tree
 from tangram.managers.cpu import skeleton
 from tangram.managers.cpu.archives import ARCHITECTURES
 from tangram.managers.cpu.images import LAYERS_MAX, SANDBOX_UID, Image, ImageStore
 from tangram.managers.cpu.layers import OPAQUE_XATTR
-from tangram.managers.cpu.trees import remove_tree
 
 if os.geteuid() != 0 and os.environ.get("CI") != "true":
     pytest.skip("layers belong to another user: needs root", allow_module_level=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tangram.errors import InvalidConfig, ManagerError
+from tangram.files.atomic_directory import remove_whole
 from tangram.rl import held_checkpoint
 from tangram.rl.buffer import BufferState
 from tangram.rl.checkpoints import DamagedCheckpoint, RunState, folder_name, read_checkpoint, seal, write_state
 from tangram.rl.held_checkpoint import VANISHED_MAX, held, held_newest
 from tangram.rl.published import LOCK, PREFIX
-from tangram.rl.whole_folder import remove_whole
 
 
 def saved(checkpoints: Path, step: int) -> Path:

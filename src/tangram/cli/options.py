@@ -284,7 +284,7 @@ def about(config: Path) -> Iterator[None]:
 
 def output_files(**paths: Path | None) -> None:
     """Each can be written: found out before the work rather than after it. Folders are made."""
-    from tangram.sim.whole_file import check_writable
+    from tangram.files.atomic_file import check_writable
 
     given = {option: path for option, path in paths.items() if path is not None}
     for option, path in given.items():

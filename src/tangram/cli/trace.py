@@ -70,7 +70,7 @@ NEXT = {
 
 async def _download(target: Target, path: Path) -> tuple[int, int]:
     """Its bytes and lines."""
-    from tangram.sim.whole_file import whole_file
+    from tangram.files.atomic_file import whole_file
 
     with show.progress("downloading the trace", unit="") as tell, whole_file("file", path) as file:
 

@@ -454,8 +454,8 @@ def connect(
     stack = ExitStack()
     observer = None
     if record:
+        from tangram.files.atomic_file import check_writable
         from tangram.sim.record import recording  # brings numpy along
-        from tangram.sim.whole_file import check_writable
 
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import InvalidInput, ManagerError
+from tangram.files.atomic_directory import remove_whole
 from tangram.rl.buffer_records import BufferState
 from tangram.rl.sample_log import needed
 from tangram.rl.training_records import Warmed
-from tangram.rl.whole_folder import remove_whole
 
 STATE, WHOLE = "state.msgpack", "whole.json"
 STATE_FORMAT = 1

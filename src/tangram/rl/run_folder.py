@@ -33,12 +33,12 @@ from typing import Self
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.files.atomic_directory import sweep, sync, whole_folder
 from tangram.rl import checkpoints
 from tangram.rl.checkpoints import Checkpoint, DamagedCheckpoint, NoCheckpoint, folder_name, read_checkpoint, steps_in
 from tangram.rl.sample_log import Logs, SampleLog, join_after, prune_logs, read_after
 from tangram.rl.settings_change import allowed_changes, changes
 from tangram.rl.training_settings import TrainSettings
-from tangram.rl.whole_folder import sweep, sync, whole_folder
 from tangram.service.orchestrator import undisturbed
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"

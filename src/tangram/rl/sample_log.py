@@ -20,8 +20,8 @@ from types import TracebackType
 import msgspec
 
 from tangram.errors import ManagerError
+from tangram.files.atomic_directory import sync
 from tangram.rl.records import Group, Trajectory, Turn
-from tangram.rl.whole_folder import sync
 
 LOG_FORMAT = 1
 HEADER = struct.Struct("<II")

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tangram.files.atomic_file import whole_file
 from tangram.rl.printable import cut, plain
 from tangram.rl.records import Stage
 from tangram.rl.timeline import (
@@ -31,7 +32,6 @@ from tangram.rl.timeline import (
 )
 from tangram.rl.timeline_script import SCRIPT, STYLE
 from tangram.sim.page import card, legend, page, prose, section
-from tangram.sim.whole_file import whole_file
 from tangram.sim.words import percent, several
 from tangram.sim.words import seconds as told
 

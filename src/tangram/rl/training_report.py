@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from tangram.errors import InvalidInput
+from tangram.files.atomic_file import check_writable, whole_file
 from tangram.rl.metrics_log import METRICS_FILE, read_metrics
 from tangram.rl.timeline import logged
 from tangram.rl.training_report_page import report_page
 from tangram.rl.training_report_run import Run
 from tangram.rl.training_report_sections import Played
 from tangram.rl.trajectory_log import read
-from tangram.sim.whole_file import check_writable, whole_file
 
 REPORT_FILE = "report.html"
 TRAJECTORIES = "trajectories.jsonl*"

@@ -19,6 +19,7 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Pool
 from tangram.core.policies import POLICIES, policy
 from tangram.errors import InvalidConfig
+from tangram.files.atomic_file import partial_of
 from tangram.sim import faults, record, traces
 from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
@@ -28,7 +29,6 @@ from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
 from tangram.sim.size import Load, Size, load, pods_can_run, span
 from tangram.sim.statistics import Interval, ratio_of
-from tangram.sim.whole_file import partial_of
 from tangram.sim.words import out_of
 from tangram.sim.workload import build
 from tangram.sim.workloads import options

@@ -51,6 +51,7 @@ from tangram.core.profile import Knowledge
 from tangram.core.speedup import RIGID, PowerLaw, Speedup
 from tangram.core.trace import EVENTS, Header, Line, Recorder, read
 from tangram.errors import InvalidConfig, InvalidTrace
+from tangram.files.atomic_file import whole_file
 from tangram.sim.episode import (
     BATCH_GROWTH,
     ApiLimit,
@@ -64,7 +65,6 @@ from tangram.sim.episode import (
 )
 from tangram.sim.result import COMPLETED
 from tangram.sim.size import Size
-from tangram.sim.whole_file import whole_file
 
 Observer = Callable[[float, Event, list[Effect]], None]
 

@@ -29,13 +29,13 @@ from tangram.bench.reservation.neighbours import Neighbours, disturbed
 from tangram.bench.reservation.project import NEEDS
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES
 from tangram.errors import InvalidConfig, ManagerError
+from tangram.files.atomic_file import whole_file
 from tangram.managers.cpu.manager import PROGRAMS
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.record import load_recording, opened
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
 from tangram.sim.statistics import mean_of
-from tangram.sim.whole_file import whole_file
 
 BACKENDS = ("sandbox", "process")
 OPTIONS = ("report", "backend")

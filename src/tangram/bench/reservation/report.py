@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from tangram.bench.base import BenchResult
 from tangram.bench.reservation.neighbours import disturbed
 from tangram.bench.reservation.sides import BY_ACTION, REQUEST, RESERVED, SIDES
+from tangram.files.atomic_file import whole_file
 from tangram.sim import charts
 from tangram.sim.page import card, figure, legend, page, prose, section
 from tangram.sim.result import ActionRow, Result
 from tangram.sim.svg import Drawing, Linear, duration
-from tangram.sim.whole_file import whole_file
 from tangram.sim.words import percent, seconds, several
 
 if TYPE_CHECKING:

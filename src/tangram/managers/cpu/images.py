@@ -38,9 +38,9 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
+from tangram.files.tree_removal import remove_tree, sync_file_system
 from tangram.managers.cpu import skeleton
 from tangram.managers.cpu.archives import Archive, ArchivedImage, ArchivedLayer, too_many_layers
-from tangram.managers.cpu.trees import remove_tree, sync_file_system
 from tangram.managers.cpu.unpacking import Allowance, Unpacker
 from tangram.managers.work import GIB, HOST_IMAGE, WORKSPACE, require_forgettable, require_text
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tangram.errors import InvalidConfig, ManagerError
+from tangram.files.atomic_directory import whole_folder
 from tangram.rl.nn.transformer import ModelConfig, Stretched, Transformer
-from tangram.rl.whole_folder import whole_folder
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 CONTEXT = {"llama": 2048, "qwen2": 32768}

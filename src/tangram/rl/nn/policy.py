@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.files.atomic_directory import UNFINISHED, sweep, whole_folder
 from tangram.rl.engines.base import Weights
 from tangram.rl.nn import checkpoint
 from tangram.rl.nn.samples import Pass
 from tangram.rl.nn.transformer import Transformer
 from tangram.rl.nn.weights import exchange, publish
-from tangram.rl.whole_folder import UNFINISHED, sweep, whole_folder
 
 
 class Policy(Protocol):

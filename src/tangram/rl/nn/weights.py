@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from tangram.errors import InvalidInput, ManagerError
+from tangram.files.atomic_directory import UNFINISHED, remove_whole, sweep, sync, whole_folder
 from tangram.rl.engines.base import Weights
 from tangram.rl.nn.transformer import ModelConfig, Transformer
-from tangram.rl.whole_folder import UNFINISHED, remove_whole, sweep, sync, whole_folder
 
 MANIFEST = "manifest.json"
 CHECKPOINT = "config.json"
