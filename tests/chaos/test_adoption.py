@@ -49,8 +49,8 @@ from tangram.managers.cpu import cgroups, spawner, spawning
 from tangram.managers.cpu.images import SANDBOX_UID
 from tangram.managers.cpu.manager import NO_RECORD, SandboxManager
 from tangram.managers.cpu.records import Records
-from tangram.managers.streams import HELD_SHELL
 from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, Prepare, SandboxSpec, Work
+from tangram.processes.streams import HELD_SHELL
 
 MIB = 1 << 20
 SPEC = SandboxSpec(memory_bytes=64 * MIB, disk_bytes=16 * MIB, processes_max=64)

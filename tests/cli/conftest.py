@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.nurseries import shared
+from tests.fork_servers import shared
 from typer.testing import CliRunner
 
 from tangram.cli import app

@@ -29,8 +29,8 @@ from tangram.managers.base import Lease, Manager
 from tangram.managers.cpu.manager import PROGRAMS, SandboxManager
 from tangram.managers.fake import FakeManager
 from tangram.managers.process import ProcessManager
-from tangram.managers.streams import Output
 from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.processes.streams import Output
 
 DEADLINE_S = 60.0
 """Of one test, and of whatever it waits for: a hang is a failure."""

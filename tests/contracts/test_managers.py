@@ -11,8 +11,8 @@ import pytest
 from tests.contracts.conftest import TICK, Bench, alive, until
 
 from tangram.errors import ManagerError
-from tangram.managers.streams import STDERR, STDOUT
 from tangram.managers.work import Close, Commit, Exec, Open, SandboxSpec
+from tangram.processes.streams import STDERR, STDOUT
 
 needs_programs = pytest.mark.needs_programs
 

@@ -36,8 +36,8 @@ from tangram.managers.functions.boxed_parcel import pickled_by
 from tangram.managers.functions.boxed_program import ANSWER, BEGIN, FRAME
 from tangram.managers.functions.template import REPLY
 from tangram.managers.process.manager import ProcessManager
-from tangram.managers.streams import STDERR, STDOUT
 from tangram.managers.work import MIB, Open, SandboxSpec, Work
+from tangram.processes.streams import STDERR, STDOUT
 from tangram.service.orchestrator import Orchestrator
 
 NODE = "local"

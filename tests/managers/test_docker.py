@@ -29,8 +29,8 @@ from tangram.managers.docker import DockerManager
 from tangram.managers.docker.engine import _version_prefix
 from tangram.managers.docker.marks import Marked
 from tangram.managers.docker.owners import is_dead, own_name
-from tangram.managers.streams import STDOUT, Output
 from tangram.managers.work import KIB, MIB, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.processes.streams import STDOUT, Output
 
 WAIT_S = 30.0
 """For a condition that should come true at once."""

@@ -21,8 +21,8 @@ from tangram.errors import FileFailed, ManagerError
 from tangram.managers import process as module
 from tangram.managers.process import ProcessManager
 from tangram.managers.process.files import DEPTH_MAX
-from tangram.managers.process_tree import SANDBOX_MARK, Census, Kin, look_up, send
 from tangram.managers.work import MIB, Open, Prepare, SandboxSpec
+from tangram.processes.process_tree import SANDBOX_MARK, Census, Kin, look_up, send
 
 Scenario = Callable[[Bench, Path], Awaitable[None]]
 

@@ -17,8 +17,8 @@ from tangram.core.demand import GPU, Demand, fixed
 from tangram.core.messages import Event, Evicted, Grant, Resident, Share
 from tangram.managers.models import Emulated, Infer, ModelManager, Service
 from tangram.managers.models.turns import InferLease
-from tangram.managers.process_tree import ACTION_MARK
 from tangram.managers.work import MIB, Ended
+from tangram.processes.process_tree import ACTION_MARK
 
 DEADLINE_S = 120.0
 """Of one test, and of whatever it waits for: a hang is a failure."""

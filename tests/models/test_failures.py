@@ -25,7 +25,7 @@ from tangram.managers.models import turns as turns_module
 from tangram.managers.models.process import NotReady
 from tangram.managers.models.room import Place
 from tangram.managers.models.turns import InferLease
-from tangram.managers.process_tree import look_up
+from tangram.processes.process_tree import look_up
 
 
 async def answers(rig: Rig, name: str, seed: int, chunk: tuple[int, ...] = (0,)) -> None:

@@ -20,7 +20,7 @@ from tests.models.conftest import SIZE, Rig, devices, run, service, until
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models import Service
 from tangram.managers.models.server_engine import ServerEngine
-from tangram.managers.process_tree import look_up
+from tangram.processes.process_tree import look_up
 
 PROGRAM = Path(__file__).with_name("sleepy_server.py")
 MEMORY = 10 * SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.nurseries import shared
+from tests.fork_servers import shared
 
 
 @pytest.fixture(scope="session", autouse=True)

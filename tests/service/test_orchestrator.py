@@ -17,8 +17,8 @@ from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, InvariantError, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager, Script
-from tangram.managers.streams import Output
 from tangram.managers.work import Close, Exec, Hold, Open, SandboxSpec, Work
+from tangram.processes.streams import Output
 from tangram.service.orchestrator import LOOK_FIRST_S, Orchestrator, Settled, Ticket
 
 DEADLINE_S = 60.0

@@ -22,7 +22,7 @@ from tangram.client.remote import Wire
 from tangram.core.action import Status
 from tangram.errors import ManagerError, SessionEnded
 from tangram.managers.cpu import cgroups
-from tangram.managers.streams import HELD_SHELL
+from tangram.processes.streams import HELD_SHELL
 from tangram.sim.survey import survey
 
 DEADLINE_S = 120.0

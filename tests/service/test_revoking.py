@@ -15,8 +15,8 @@ from tangram.core.messages import Grant
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager
-from tangram.managers.streams import Output
 from tangram.managers.work import Close, Work
+from tangram.processes.streams import Output
 from tangram.service.auth import Record
 from tangram.service.journal import Journal
 from tangram.service.orchestrator import Settled

@@ -16,8 +16,8 @@ from tangram.core.messages import Grant
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager
-from tangram.managers.streams import Output
 from tangram.managers.work import Open, Work
+from tangram.processes.streams import Output
 from tangram.service import serve
 
 OPEN = {"type": "Open", "spec": {"memory_bytes": 1 << 30}}

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.service.asking import DEADLINE_S, asked, line, open_ports, until
 
-from tangram.managers.streams import STDERR, STDOUT
+from tangram.processes.streams import STDERR, STDOUT
 from tangram.service import listening, tail
 from tangram.service.tail import PIECE_BYTES, Tail
 from tangram.service.wire import Chunk

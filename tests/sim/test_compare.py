@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig, InvalidTrace, InvariantError, ManagerError
-from tangram.sim import parallel
+from tangram.processes import process_pool
+from tangram.processes.process_pool import Workers
 from tangram.sim.compare import METRICS, Comparison, Setup, Source, check_policy, compare
-from tangram.sim.parallel import Workers
 from tangram.sim.size import Size, default_size, load, pods_can_run, span
 from tangram.sim.statistics import mean_of, ratio_of, student_t95
 
@@ -270,7 +270,7 @@ def test_an_error_in_a_worker_is_raised_here_as_what_it_was() -> None:
     ],
 )
 def test_every_error_survives_the_way_from_a_worker(error: Exception) -> None:
-    arrived = parallel._rebuilt(*pickle.loads(pickle.dumps(parallel._taken_apart(error))))
+    arrived = process_pool._rebuilt(*pickle.loads(pickle.dumps(process_pool._taken_apart(error))))
     assert (type(arrived), str(arrived), arrived.__dict__.keys() - {"__notes__"}) == (
         type(error),
         str(error),

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from tangram.sim.parallel import Workers
+from tangram.processes.process_pool import Workers
 from tangram.sim.statistics import Interval, ratio_of
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.base import Lease
-from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Work
+from tangram.processes.streams import Output
 from tangram.service.orchestrator import Orchestrator
 
 CORES = 64.0

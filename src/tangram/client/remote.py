@@ -29,8 +29,8 @@ from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, Manag
 from tangram.managers.base import Files, Images
 from tangram.managers.models import Service
 from tangram.managers.quota import Quota
-from tangram.managers.streams import STDERR, STDOUT, Output
 from tangram.managers.work import Close, Commit, Hold, Open, Work
+from tangram.processes.streams import STDERR, STDOUT, Output
 from tangram.service.orchestrator import Settled, undisturbed
 from tangram.service.wire import (
     About,

@@ -43,7 +43,6 @@ from tangram.core.sizes import Cpus, amounts, in_bytes
 from tangram.core.speedup import Speedup
 from tangram.errors import FileFailed, InvalidAction, ManagerError, SessionEnded
 from tangram.managers.base import Files
-from tangram.managers.streams import HELD_BY
 from tangram.managers.work import (
     CAPTURE_BYTES_CEILING,
     CAPTURE_BYTES_MAX,
@@ -58,6 +57,7 @@ from tangram.managers.work import (
     SandboxSpec,
     Work,
 )
+from tangram.processes.streams import HELD_BY
 from tangram.service.orchestrator import Settled, undisturbed
 
 FILE_BYTES_MAX = 256 * MIB

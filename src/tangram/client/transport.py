@@ -19,8 +19,8 @@ from tangram.managers.base import Files, Images
 from tangram.managers.models import ModelManager, Service
 from tangram.managers.pace import advice_of
 from tangram.managers.quota import Quota, QuotaManager
-from tangram.managers.streams import Output
 from tangram.managers.work import Work
+from tangram.processes.streams import Output
 from tangram.service.orchestrator import Orchestrator, Settled, Ticket
 
 

@@ -22,8 +22,8 @@ from typing import BinaryIO, Protocol, Self, runtime_checkable
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Pool
 from tangram.errors import ManagerError
-from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Entry, Work
+from tangram.processes.streams import Output
 
 STOP_GRACE_S = 2.0
 """Between asking the processes of an action to end and killing them."""

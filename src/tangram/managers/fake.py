@@ -33,9 +33,6 @@ from tangram.core.action import NO_USAGE, Action, Usage
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, InvalidAction, ManagerError
 from tangram.managers.base import Lease
-from tangram.managers.capture import Capture
-from tangram.managers.streams import STDERR, STDOUT, Output
-from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
@@ -54,6 +51,9 @@ from tangram.managers.work import (
     require_below,
     require_forgettable,
 )
+from tangram.processes.capture import Capture
+from tangram.processes.streams import STDERR, STDOUT, Output
+from tangram.processes.width import filled_in, told, whole_cores
 
 NOT_FOUND = 127
 CALLS_MAX = 10_000

@@ -26,8 +26,8 @@ from tangram.core.ledger import CORE_KIND
 from tangram.core.messages import Event, Grant, Pool, PoolChanged, Window
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.pace import Advice, Pace
-from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Work
+from tangram.processes.streams import Output
 
 REQUESTS, TOKENS = "requests", "tokens"
 ARRIVAL_S = 1.0

@@ -22,7 +22,7 @@ import msgspec
 from tangram.client.client import Client, connect
 from tangram.config.tables import GIB
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.managers.nursery import Nursery
+from tangram.processes.fork_server import Nursery
 from tangram.rl.affinity import affinity_of
 from tangram.rl.codec import Codec, Words
 from tangram.rl.engines.base import Engine, Weights

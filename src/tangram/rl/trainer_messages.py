@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tangram.processes.framing import Frames
 from tangram.rl.engines.base import Weights
-from tangram.rl.frames import Frames
 from tangram.rl.training_records import Batch, Demonstration, Stepped
 from tangram.rl.training_settings import TrainSettings
 

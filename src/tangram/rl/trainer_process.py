@@ -16,12 +16,12 @@ from typing import TypeVar
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.managers.nursery import Nursery
+from tangram.processes.child import BEATS_PER_HANG, ChildLife
+from tangram.processes.fork_server import Nursery
+from tangram.processes.framing import FrameTooLong
 from tangram.rl import trainer_messages as messages
 from tangram.rl.assembly import tasks_of
-from tangram.rl.child import BEATS_PER_HANG, ChildLife
 from tangram.rl.engines.base import Weights
-from tangram.rl.frames import FrameTooLong
 from tangram.rl.records import Group, Trajectory
 from tangram.rl.trainer import TrainerDied
 from tangram.rl.trainer_messages import (

@@ -49,8 +49,8 @@ from tangram.core.messages import (
 )
 from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, ManagerError
 from tangram.managers.base import Executor, Lease, Manager, Restoring, ShortOfMemory
-from tangram.managers.streams import Output
 from tangram.managers.work import MIB, Close, Ended, Executed, Open, Work
+from tangram.processes.streams import Output
 from tangram.service.fault import Fault, fault_of
 
 LOOK_FIRST_S = 0.25

@@ -12,7 +12,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 
-from tangram.managers.streams import STDOUT
+from tangram.processes.streams import STDOUT
 from tangram.service.wire import Chunk
 
 OUTPUTS_BYTES_MAX = 256 << 20

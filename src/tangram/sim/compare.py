@@ -20,11 +20,11 @@ from tangram.core.messages import Pool
 from tangram.core.policies import POLICIES, policy
 from tangram.errors import InvalidConfig
 from tangram.files.atomic_file import partial_of
+from tangram.processes.process_pool import Progress, Workers
 from tangram.sim import faults, record, traces
 from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
 from tangram.sim.on_demand import NAME as ON_DEMAND
-from tangram.sim.parallel import Progress, Workers
 from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
 from tangram.sim.size import Load, Size, load, pods_can_run, span

@@ -13,9 +13,9 @@ import msgspec
 
 from tangram.core.demand import CPU, GPU
 from tangram.errors import InvalidConfig
+from tangram.processes.process_pool import Workers
 from tangram.sim.compare import Played, Progress, Setup, Source, Task, play, workload_of
 from tangram.sim.episode import Workload
-from tangram.sim.parallel import Workers
 from tangram.sim.size import Size, pods_can_run, static_devices
 from tangram.sim.words import digits_apart, seconds, several
 from tangram.sim.workloads import options

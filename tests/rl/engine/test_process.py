@@ -18,11 +18,11 @@ import pytest
 from tests.rl.processes import DEADLINE_S, gone, leaving_nothing, until
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
+from tangram.processes.framing import FrameTooLong, framed
 from tangram.rl.engines import messages
 from tangram.rl.engines.base import EngineDied, Noise, Request, Sampling, Weights
 from tangram.rl.engines.messages import Abort, Add
 from tangram.rl.engines.process import ProcessEngine
-from tangram.rl.frames import FrameTooLong, framed
 from tangram.rl.nn.batching import Batcher
 from tangram.rl.nn.transformer import Transformer, small
 from tangram.rl.nn.weights import publish

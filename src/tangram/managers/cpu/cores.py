@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tangram.core.demand import CORE
-from tangram.managers.width import whole_cores
+from tangram.processes.width import whole_cores
 
 RELIEF_MIN = 100
 """Milli-cores by which moving must relieve the most loaded CPU; less is not worth the writes."""

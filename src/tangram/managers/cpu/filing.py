@@ -20,8 +20,8 @@ import msgspec
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.spawning import ExecFailed, Spawning
-from tangram.managers.streams import standard_input
 from tangram.managers.work import Entry, inside
+from tangram.processes.streams import standard_input
 
 ENTRIES_MAX = 100_000
 """Of one listing."""

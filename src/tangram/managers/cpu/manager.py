@@ -38,8 +38,8 @@ from tangram.managers.cpu.sandbox import Sandbox
 from tangram.managers.cpu.seccomp import filter_program
 from tangram.managers.cpu.spawning import Spawning
 from tangram.managers.cpu.warm import Warm
-from tangram.managers.streams import Output
 from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.processes.streams import Output
 
 CLOSE_S_MAX = 10.0
 """Until its first process has ended; then its control group is killed all the same."""

@@ -20,15 +20,15 @@ from tangram.core.demand import CORE, CPU
 from tangram.core.messages import Grant, Share
 from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.capture import Capture
 from tangram.managers.cpu.cores import Cores, Moves
 from tangram.managers.cpu.images import SANDBOX_UID
 from tangram.managers.cpu.sandbox import Sandbox, Slot
 from tangram.managers.cpu.session import Session
 from tangram.managers.cpu.spawning import ExecFailed, KeptStream, Program, Spawning
-from tangram.managers.streams import STDERR, STDOUT, Output, standard_input
-from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import WORKSPACE, Ended, Exec, Executed, inside
+from tangram.processes.capture import Capture
+from tangram.processes.streams import STDERR, STDOUT, Output, standard_input
+from tangram.processes.width import filled_in, told, whole_cores
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as a shell gives them."""

@@ -23,8 +23,8 @@ from tangram.errors import ManagerError
 from tangram.managers.cpu.cgroups import Group
 from tangram.managers.cpu.images import Image
 from tangram.managers.cpu.session import Session
-from tangram.managers.streams import Stream
 from tangram.managers.work import SandboxSpec
+from tangram.processes.streams import Stream
 
 SLOT_CONTROLLERS = ("cpu", "cpuacct", "cpuset", "freezer")
 """Version 1: memory and the number of processes are limited for the sandbox as a whole."""

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tangram.managers.cpu.spawning import KeptStream, Program
-from tangram.managers.streams import ShellStreams
+from tangram.processes.streams import ShellStreams
 
 if TYPE_CHECKING:
     from tangram.managers.cpu.sandbox import Slot

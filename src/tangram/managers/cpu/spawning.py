@@ -24,7 +24,7 @@ import msgspec
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.cpu.keeping import Apart, Keeping
 from tangram.managers.cpu.spawner import FDS_MAX, MESSAGE_BYTES_MAX, PROTOCOL, SO_SNDBUFFORCE, Message
-from tangram.managers.streams import Stream
+from tangram.processes.streams import Stream
 
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 

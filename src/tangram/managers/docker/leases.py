@@ -26,9 +26,9 @@ from tangram.managers.docker.marks import run_words, session_message, session_wo
 from tangram.managers.docker.processes import end_all, now_ticks
 from tangram.managers.docker.programs import Programs, begun
 from tangram.managers.docker.shells import Run, Session, Shell
-from tangram.managers.streams import STDERR, STDOUT, Output
-from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import WORKSPACE, Ended, Exec, Executed, inside
+from tangram.processes.streams import STDERR, STDOUT, Output
+from tangram.processes.width import filled_in, told, whole_cores
 
 BASE_ENVIRONMENT = {"LANG": "C.UTF-8", "TERM": "dumb"}
 KILLED = 137

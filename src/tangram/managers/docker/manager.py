@@ -42,8 +42,8 @@ from tangram.managers.docker.images import Images
 from tangram.managers.docker.leases import Errand, ProgramLease, SessionLease
 from tangram.managers.docker.owners import OWNER, SANDBOX, is_dead, own_name
 from tangram.managers.docker.programs import Programs
-from tangram.managers.streams import Output
 from tangram.managers.work import GIB, MIB, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.processes.streams import Output
 
 DEFAULT_IMAGE = "debian:stable-slim"
 MEMORY_BYTES_MIN = 6 * MIB

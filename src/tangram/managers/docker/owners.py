@@ -12,7 +12,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from tangram.managers.process_tree import look_up
+from tangram.processes.process_tree import look_up
 
 OWNER = "tangram.owner"
 SANDBOX = "tangram.sandbox"

@@ -25,7 +25,7 @@ from tangram.managers.cpu.cgroups import Group
 from tangram.managers.docker.container import Claim, Container
 from tangram.managers.docker.marks import TOKEN
 from tangram.managers.docker.programs import Programs
-from tangram.managers.process_tree import Process, look_up, send
+from tangram.processes.process_tree import Process, look_up, send
 
 LOOK_S, LOOK_S_MAX = 0.002, 0.05
 """Between two looks at processes that should end: at first, and after some time."""

@@ -19,7 +19,7 @@ from tangram.managers.docker.container import CONFLICT, LAG_PAUSE_S, LAG_S, NOT_
 from tangram.managers.docker.engine import Engine, EngineRefused, Json, to_its_end
 from tangram.managers.docker.marks import TOKEN, run_words
 from tangram.managers.docker.shells import Run, Shell
-from tangram.managers.streams import STDERR, STDOUT
+from tangram.processes.streams import STDERR, STDOUT
 
 BEGIN_S = 60.0
 """For a program to begin. It takes a twentieth of a second; a loaded engine takes its time."""

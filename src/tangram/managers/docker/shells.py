@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable
 
 from tangram.errors import ManagerError
-from tangram.managers.capture import Capture
 from tangram.managers.docker.engine import Engine, Streams
 from tangram.managers.docker.marks import Marked
-from tangram.managers.streams import STDERR, STDOUT, Output
+from tangram.processes.capture import Capture
+from tangram.processes.streams import STDERR, STDOUT, Output
 
 POLL_S, POLL_S_MAX = 0.002, 0.1
 """Between two questions whether a program has ended whose streams have: at first, and after some time."""

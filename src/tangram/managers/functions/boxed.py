@@ -42,8 +42,8 @@ from tangram.managers.functions.boxed_host import (
 from tangram.managers.functions.boxed_lease import BoxedLease
 from tangram.managers.functions.manager import LOSSES_MAX
 from tangram.managers.functions.work import Call
-from tangram.managers.streams import Output
 from tangram.managers.work import HOST_IMAGE, SandboxSpec, Work
+from tangram.processes.streams import Output
 
 Key = tuple[str, str, str]
 """Of a host: the owner, the run and the name of the function."""

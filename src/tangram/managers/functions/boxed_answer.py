@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from tangram.managers.capture import Capture
 from tangram.managers.functions.boxed_program import ANSWER, BEGIN, FRAME, TOKEN_BYTES
 from tangram.managers.functions.instance import CAPTURE_BYTES_MAX, HEAD_BYTES_MAX, Reply
 from tangram.managers.functions.template import REPLY
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, failed, returned
-from tangram.managers.streams import STDERR, STDOUT, Output
 from tangram.managers.work import Executed
+from tangram.processes.capture import Capture
+from tangram.processes.streams import STDERR, STDOUT, Output
 
 REPLY_BYTES_MAX = REPLY.size + HEAD_BYTES_MAX + ANSWER_BYTES_MAX
 

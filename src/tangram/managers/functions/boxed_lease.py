@@ -32,8 +32,8 @@ from tangram.managers.functions.host import CALLS_MAX
 from tangram.managers.functions.leases import PATIENCE_S, SHOWN_CHARACTERS
 from tangram.managers.functions.templates import IMPORT_S_MAX, FunctionBroken
 from tangram.managers.functions.work import Call, Failure, failed
-from tangram.managers.streams import COMMANDS, STATUSES, Output
 from tangram.managers.work import KIB, MIB, Ended, Exec, Executed
+from tangram.processes.streams import COMMANDS, STATUSES, Output
 
 SESSION = "function"
 """The held shell whose place the program takes."""

@@ -30,8 +30,8 @@ from tangram.managers.base import Lease
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, EndpointSpec, Post, failed, returned
 from tangram.managers.http import PASSING, Answer, Http, TooLarge, pause_s
 from tangram.managers.pace import advice_of
-from tangram.managers.streams import Output
 from tangram.managers.work import Ended, Work
+from tangram.processes.streams import Output
 
 PAUSE_S, PAUSE_S_MAX = 0.1, 10.0
 """Before the second attempt, and before any: each pause is twice the one before, less up to half of it by chance."""

@@ -18,7 +18,7 @@ from tangram.managers.base import STOP_GRACE_S
 from tangram.managers.functions.instance import Gone, Instance
 from tangram.managers.functions.templates import Template
 from tangram.managers.functions.work import FunctionSpec
-from tangram.managers.process_tree import Census
+from tangram.processes.process_tree import Census
 
 CALLS_MAX = 1000
 """Of one instance: what a function leaves in memory is its own matter, but not for ever."""

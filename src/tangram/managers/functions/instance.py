@@ -13,11 +13,11 @@ from collections.abc import Callable
 import msgspec
 
 from tangram.errors import ManagerError
-from tangram.managers.capture import Capture
 from tangram.managers.functions.template import REPLY, REQUEST
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, Failure
-from tangram.managers.streams import STDERR, STDOUT, Output, Stream
 from tangram.managers.work import KIB, MIB, Executed
+from tangram.processes.capture import Capture
+from tangram.processes.streams import STDERR, STDOUT, Output, Stream
 
 CAPTURE_BYTES_MAX = 256 * KIB
 """Of each stream of a call: it is there to explain failures."""

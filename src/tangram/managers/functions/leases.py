@@ -20,9 +20,9 @@ from tangram.managers.functions.instance import Garbled, Gone, Instance, Reply
 from tangram.managers.functions.template import OUR_EXIT
 from tangram.managers.functions.templates import FunctionBroken
 from tangram.managers.functions.work import Call, failed, returned
-from tangram.managers.process_tree import look_up
-from tangram.managers.streams import Output
 from tangram.managers.work import MIB, Ended, Executed
+from tangram.processes.process_tree import look_up
+from tangram.processes.streams import Output
 
 PATIENCE_S = 10.0
 """For a new instance before a call counts as started: its time limit does not count what importing takes, up to this.

@@ -19,9 +19,9 @@ from tangram.managers.base import Lease
 from tangram.managers.functions.host import Host, Statistics
 from tangram.managers.functions.leases import CallLease
 from tangram.managers.functions.work import Call
-from tangram.managers.process_tree import Census
-from tangram.managers.streams import Output
 from tangram.managers.work import Work
+from tangram.processes.process_tree import Census
+from tangram.processes.streams import Output
 
 LOSSES_MAX = 10_000
 """Actions of which it is remembered why they were lost, for the words that their last attempt ends with."""

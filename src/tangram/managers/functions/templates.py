@@ -21,14 +21,14 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import ManagerError
-from tangram.managers.capture import Capture
 from tangram.managers.functions.instance import Garbled, Gone, Instance, Reply
 from tangram.managers.functions.template import MESSAGE_BYTES_MAX
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, Failure, FunctionSpec
-from tangram.managers.process_tree import ACTION_MARK, Census, Child, Kin
-from tangram.managers.streams import STDERR, STDOUT, Stream, standard_input
-from tangram.managers.width import told
 from tangram.managers.work import KIB
+from tangram.processes.capture import Capture
+from tangram.processes.process_tree import ACTION_MARK, Census, Child, Kin
+from tangram.processes.streams import STDERR, STDOUT, Stream, standard_input
+from tangram.processes.width import told
 
 PROGRAM = Path(__file__).with_name("template.py")
 IMPORT_S_MAX = 300.0

@@ -35,10 +35,10 @@ from tangram.managers.models.service import Service, all_of
 from tangram.managers.models.turns import Turn
 from tangram.managers.models.wire import Hello, Known, Load, Unload
 from tangram.managers.models.work import Infer
-from tangram.managers.nursery import Nursery
-from tangram.managers.process_tree import Census
-from tangram.managers.streams import Output
 from tangram.managers.work import Work
+from tangram.processes.fork_server import Nursery
+from tangram.processes.process_tree import Census
+from tangram.processes.streams import Output
 
 log = logging.getLogger("tangram")
 

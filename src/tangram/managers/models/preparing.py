@@ -19,8 +19,8 @@ from tangram.managers.models import hostcopy
 from tangram.managers.models.process import START_S_MAX, DeviceProcess, ServiceFailed, search_path
 from tangram.managers.models.service import Service
 from tangram.managers.models.wire import Known, Prepare
-from tangram.managers.nursery import Nursery
-from tangram.managers.process_tree import Census
+from tangram.processes.fork_server import Nursery
+from tangram.processes.process_tree import Census
 
 log = logging.getLogger("tangram")
 

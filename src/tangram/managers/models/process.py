@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 from tangram.core.demand import CORE
 from tangram.errors import ManagerError
-from tangram.managers.capture import Capture
 from tangram.managers.models.wire import (
     HEADER_BYTES,
     AnyReply,
@@ -29,10 +28,11 @@ from tangram.managers.models.wire import (
     framed,
     replies,
 )
-from tangram.managers.nursery import Nursery
-from tangram.managers.process_tree import ACTION_MARK, SIGNAL_EXIT_BASE, Census, Kin, Watched
-from tangram.managers.streams import STDERR, Stream
-from tangram.managers.width import told
+from tangram.processes.capture import Capture
+from tangram.processes.fork_server import Nursery
+from tangram.processes.process_tree import ACTION_MARK, SIGNAL_EXIT_BASE, Census, Kin, Watched
+from tangram.processes.streams import STDERR, Stream
+from tangram.processes.width import told
 
 PROGRAM = f"{__package__}.server"
 LAST_WORDS_BYTES_MAX = 8192

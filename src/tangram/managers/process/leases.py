@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from tangram.core.action import Usage
 from tangram.errors import ManagerError
 from tangram.managers.base import STOP_GRACE_S
-from tangram.managers.capture import Capture
 from tangram.managers.process.files import Workspace
-from tangram.managers.process_tree import ACTION_MARK, SANDBOX_MARK, Census, Child, Kin, Process
-from tangram.managers.streams import STDERR, STDOUT, Output, ShellStreams, Stream, standard_input
-from tangram.managers.width import filled_in, told, whole_cores
 from tangram.managers.work import WORKSPACE, Ended, Exec, Executed, SandboxSpec, inside
+from tangram.processes.capture import Capture
+from tangram.processes.process_tree import ACTION_MARK, SANDBOX_MARK, Census, Child, Kin, Process
+from tangram.processes.streams import STDERR, STDOUT, Output, ShellStreams, Stream, standard_input
+from tangram.processes.width import filled_in, told, whole_cores
 
 if TYPE_CHECKING:
     from tangram.managers.process.manager import ProcessManager

@@ -26,7 +26,6 @@ from tangram.core.demand import CORE
 from tangram.core.messages import Grant, Pool, cpu_node
 from tangram.errors import FileFailed, ManagerError
 from tangram.managers.base import Lease
-from tangram.managers.capture import Capture
 from tangram.managers.process.leases import (
     NOT_EXECUTABLE,
     NOT_FOUND,
@@ -37,8 +36,6 @@ from tangram.managers.process.leases import (
     ProgramLease,
     SessionLease,
 )
-from tangram.managers.process_tree import SANDBOX_MARK, Census, Child, Kin
-from tangram.managers.streams import STDERR, Output, Stream
 from tangram.managers.work import (
     GIB,
     HOST_IMAGE,
@@ -53,6 +50,9 @@ from tangram.managers.work import (
     Work,
     require_forgettable,
 )
+from tangram.processes.capture import Capture
+from tangram.processes.process_tree import SANDBOX_MARK, Census, Child, Kin
+from tangram.processes.streams import STDERR, Output, Stream
 
 CALLERS_MISTAKES = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.E2BIG)
 """Why a program cannot be started that is not a failure of ours: its directory, or too long a command."""

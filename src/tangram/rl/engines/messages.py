@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tangram.processes.framing import Frames
 from tangram.rl.engines.base import EngineStatistics, Generation, Request, Weights
-from tangram.rl.frames import Frames
 from tangram.rl.settings import EngineSettings
 
 # ---- commands ---------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import itertools
 import msgspec
 
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
-from tangram.managers.nursery import Nursery
-from tangram.rl.child import BEATS_PER_HANG, ChildLife
+from tangram.processes.child import BEATS_PER_HANG, ChildLife
+from tangram.processes.fork_server import Nursery
+from tangram.processes.framing import FrameTooLong
 from tangram.rl.engines import messages
 from tangram.rl.engines.base import EngineDied, EngineStatistics, Generation, Request, Weights
 from tangram.rl.engines.messages import (
@@ -41,7 +42,6 @@ from tangram.rl.engines.messages import (
     UpdateFailed,
     Written,
 )
-from tangram.rl.frames import FrameTooLong
 from tangram.rl.settings import EngineSettings
 
 PROGRAM = "tangram.rl.nn.engine_child"

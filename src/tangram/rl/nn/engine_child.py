@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from tangram.errors import InvalidInput
+from tangram.processes.child_side import Owner
 from tangram.rl.engines import messages
 from tangram.rl.engines.base import EngineStatistics, Weights
 from tangram.rl.engines.messages import (
@@ -45,7 +46,6 @@ from tangram.rl.nn.batching import Batcher, Happened
 from tangram.rl.nn.fetching import Fetcher, in_words, looking_through
 from tangram.rl.nn.sampling import BrokenLogits
 from tangram.rl.nn.weights import pull
-from tangram.rl.owner import Owner
 
 TELL_STEPS = 16
 """After which what is being written is told: a message for so many tokens costs little, and a killed engine loses

@@ -22,12 +22,12 @@ from typing import NoReturn, Protocol
 import torch
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError, TangramError
+from tangram.processes.child_side import Owner
 from tangram.rl import trainer_messages as messages
 from tangram.rl.assembly import first_model
 from tangram.rl.engines.base import Weights
 from tangram.rl.nn.policy import OurPolicy, Policy, load
 from tangram.rl.nn.weights import forget, rollback
-from tangram.rl.owner import Owner
 from tangram.rl.trainer_messages import (
     AnyAnswer,
     AnyCommand,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.managers.width import COUNTS, filled_in, told, whole_cores
+from tangram.processes.width import COUNTS, filled_in, told, whole_cores
 
 
 @pytest.mark.parametrize(("milli_cores", "cores"), [(4, 1), (999, 1), (1000, 1), (1999, 2), (2000, 2), (16_000, 16)])

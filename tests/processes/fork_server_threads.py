@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tests.managers import nursery_children
+from tests.processes import fork_server_children
 
-main = nursery_children.main
+main = fork_server_children.main
 threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tangram.core.action import NO_USAGE, Usage
-from tangram.managers.nursery_program import REAP
-from tangram.managers.process_tree import Child, Watched, as_shells_say
+from tangram.processes.fork_server_program import REAP
+from tangram.processes.process_tree import Child, Watched, as_shells_say
 
 ANSWER_BYTES_MAX = 1 << 10
 BEAR_S_MAX = 300.0
@@ -64,7 +64,7 @@ class Nursery:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", f"from {__package__}.nursery_program import main; main({words})"],
+                    [sys.executable, "-P", "-c", f"from {__package__}.fork_server_program import main; main({words})"],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -93,7 +93,7 @@ class Nursery:
         if self._forks and (born := await self._fork(request, (*streams, *keep))) is not None:
             return born
         words = f"{program!r}, {keep[0]}, {os.getpid()}"
-        argv = [sys.executable, "-P", "-c", f"from {__package__}.nursery_program import alone; alone({words})"]
+        argv = [sys.executable, "-P", "-c", f"from {__package__}.fork_server_program import alone; alone({words})"]
         return Child(argv, env=_with_path(env), cwd=os.getcwd(), streams=streams, keep=keep)
 
     async def _fork(self, request: Mapping[str, object], fds: Sequence[int]) -> Born | None:

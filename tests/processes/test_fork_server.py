@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from tests.rl.processes import DEADLINE_S, gone, leaving_nothing, until
 
-from tangram.managers.nursery import Born, Nursery
-from tangram.managers.process_tree import Child, Watched
+from tangram.processes.fork_server import Born, Nursery
+from tangram.processes.process_tree import Child, Watched
 
-PROGRAM = "tests.managers.nursery_children"
-THREADS = "tests.managers.nursery_threads"
+PROGRAM = "tests.processes.fork_server_children"
+THREADS = "tests.processes.fork_server_threads"
 
 
 class Told:
@@ -207,7 +207,7 @@ def test_a_request_that_is_too_long_to_be_sent_is_executed_anew() -> None:
 
 OWNER = """
 import asyncio, os, sys
-from tests.managers.test_nursery import *
+from tests.processes.test_fork_server import *
 async def main():
     nursery, child = Nursery(PROGRAM), Told()
     await child.born(nursery)

@@ -13,7 +13,7 @@ import os
 import termios
 from collections.abc import Callable
 
-from tangram.managers.capture import Capture
+from tangram.processes.capture import Capture
 
 STDOUT, STDERR = 1, 2
 

@@ -14,7 +14,7 @@ from typing import Generic, NoReturn, TypeVar
 
 import msgspec
 
-from tangram.rl.frames import Frames, framed
+from tangram.processes.framing import Frames, framed
 
 RECEIVE_BYTES = 1 << 16
 

@@ -19,12 +19,12 @@ import msgspec
 
 from tangram.core.demand import CORE
 from tangram.errors import InvalidInput, ManagerError
-from tangram.managers.capture import Capture
-from tangram.managers.nursery import Nursery
-from tangram.managers.process_tree import SIGNAL_EXIT_BASE, Watched
-from tangram.managers.streams import STDERR, Stream
-from tangram.managers.width import told
-from tangram.rl.frames import Frames, FrameTooLong, framed
+from tangram.processes.capture import Capture
+from tangram.processes.fork_server import Nursery
+from tangram.processes.framing import Frames, FrameTooLong, framed
+from tangram.processes.process_tree import SIGNAL_EXIT_BASE, Watched
+from tangram.processes.streams import STDERR, Stream
+from tangram.processes.width import told
 
 START_S_MAX = 300.0
 """To be ready: PyTorch is imported and weights are read, from a cold disk perhaps."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.managers.capture import Capture
+from tangram.processes.capture import Capture
 
 
 def fed(*chunks: bytes, bytes_max: int = 10) -> Capture:

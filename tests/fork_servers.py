@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tangram.managers.nursery import Nursery
-from tangram.rl import assembly, child, pipeline
+from tangram.processes import child
+from tangram.processes.fork_server import Nursery
+from tangram.rl import assembly, pipeline
 from tangram.rl.engines.process import PROGRAM
 from tangram.rl.settings import RolloutSettings
 
