@@ -13,9 +13,9 @@ from pathlib import Path
 from tangram import Demand, PowerLaw, cores, cpu_node, learned
 from tangram.core.demand import CORE, CPU
 from tangram.core.messages import Effect, Event, Pool, Release, Reserve, Resize, Settle, Start, Submit
+from tangram.reports.svg import Drawing, Linear
 from tangram.sim.episode import Episode, Step, Turn, Workload
 from tangram.sim.simulate import simulate
-from tangram.sim.svg import Drawing, Linear
 from tangram.sim.workloads.fit import lognormal, stream
 
 HERE = Path(__file__).parent

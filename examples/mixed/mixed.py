@@ -39,7 +39,7 @@ from tangram.bench.reservation import usual_backend
 from tangram.cli import show
 from tangram.errors import TangramError
 from tangram.files.atomic_file import check_writable
-from tangram.sim.words import percent, seconds
+from tangram.reports.formatting import percent, seconds
 
 EXIT_WRONG, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 INSTALL = ".venv/bin/pip install -c constraints.txt '.[transformers]'"

@@ -16,9 +16,9 @@ from sides import SHARED, TODAY
 from teachers import DOMAINS
 
 from tangram.files.atomic_file import whole_file
-from tangram.sim.page import card, figure, legend, page, prose, section
-from tangram.sim.svg import Drawing, Linear, duration
-from tangram.sim.words import percent, seconds, several
+from tangram.reports.formatting import percent, seconds, several
+from tangram.reports.page import card, figure, legend, page, prose, section
+from tangram.reports.svg import Drawing, Linear, duration
 
 if TYPE_CHECKING:
     from mixed import Outcome, Played

@@ -10,7 +10,7 @@ import pytest
 from tangram import bench
 from tangram.bench.base import PRINTED, BenchResult, Findings, Goal, at_least, at_most, geometric, paired, part, play
 from tangram.errors import InvalidConfig
-from tangram.sim.statistics import mean_of
+from tangram.reports.statistics import mean_of
 
 
 def test_a_goal_is_met_from_its_own_side() -> None:

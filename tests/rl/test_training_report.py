@@ -24,6 +24,7 @@ from tests.rl.training_lines import (
 
 from tangram.cli.train_summary import summary
 from tangram.errors import InvalidConfig, InvalidTrace
+from tangram.reports.formatting import percent
 from tangram.rl.metrics_log import read_metrics
 from tangram.rl.pool_sums import Use
 from tangram.rl.records import Stage
@@ -34,7 +35,6 @@ from tangram.rl.training_report_page import report_page
 from tangram.rl.training_report_run import Run, parts_of
 from tangram.rl.training_settings import TrainSettings
 from tangram.rl.trajectory_log import TrajectoryLog
-from tangram.sim.words import percent
 
 CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
 ARGS = [

@@ -14,9 +14,9 @@ import pytest
 from tangram.errors import InvalidConfig, InvalidTrace, InvariantError, ManagerError
 from tangram.processes import process_pool
 from tangram.processes.process_pool import Workers
+from tangram.reports.statistics import mean_of, ratio_of, student_t95
 from tangram.sim.compare import METRICS, Comparison, Setup, Source, check_policy, compare
 from tangram.sim.size import Size, default_size, load, pods_can_run, span
-from tangram.sim.statistics import mean_of, ratio_of, student_t95
 
 CODING = Source(workload="coding", batch=12)
 

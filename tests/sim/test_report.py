@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tangram.errors import InvalidConfig
+from tangram.reports.formatting import seconds
+from tangram.reports.svg import Linear, Log, duration, nice_step
 from tangram.sim import charts, report
 from tangram.sim.compare import Comparison, Setup, Source, compare
 from tangram.sim.plan import Plan, Question, plan
 from tangram.sim.result import ActionRow, Result
 from tangram.sim.size import Size, default_size
-from tangram.sim.svg import Linear, Log, duration, nice_step
-from tangram.sim.words import seconds
 
 COMMAND = "tangram sim coding --batch 12 --cores 2"
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from tangram.processes.process_pool import Workers
-from tangram.sim.statistics import Interval, ratio_of
+from tangram.reports.statistics import Interval, ratio_of
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from tangram.bench.base import (
     play,
 )
 from tangram.core.messages import cpu_node
+from tangram.reports.statistics import mean_of
 from tangram.sim.episode import Workload
 from tangram.sim.simulate import simulate
-from tangram.sim.statistics import mean_of
 from tangram.sim.traces import load_coding
 from tangram.sim.workload import build
 

@@ -36,9 +36,9 @@ from tangram.bench.base import (
 )
 from tangram.core.arrange import srpt_lower_bound
 from tangram.core.messages import cpu_node
+from tangram.reports.statistics import Interval
 from tangram.sim.episode import Workload
 from tangram.sim.simulate import simulate
-from tangram.sim.statistics import Interval
 from tangram.sim.workload import build
 
 POLICIES = ("paper", "adaptive", "adaptive:no-resize")

@@ -30,11 +30,11 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
 from tangram.errors import ManagerError
+from tangram.reports.statistics import mean_of
 from tangram.rl.engines.base import Noise, Request, Sampling, Weights
 from tangram.rl.engines.messages import StepRecord
 from tangram.rl.engines.process import ProcessEngine
 from tangram.rl.settings import EngineSettings
-from tangram.sim.statistics import mean_of
 
 if TYPE_CHECKING:
     from tangram.rl.nn.transformer import Transformer

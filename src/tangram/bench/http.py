@@ -34,8 +34,8 @@ from tangram.bench.service_process import ServiceProcess
 from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import ManagerError
 from tangram.managers.work import Close, Exec
+from tangram.reports.statistics import mean_of
 from tangram.service.wire import Reply
-from tangram.sim.statistics import mean_of
 
 SPARE_DESCRIPTORS = 200
 """Of a process, besides its connections."""

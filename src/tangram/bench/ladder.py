@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
+from tangram.reports.statistics import mean_of
 from tangram.rl.environments.base import Outside, Step
 from tangram.rl.environments.frozenlake import FrozenLake
 from tangram.rl.pipeline import train
@@ -36,7 +37,6 @@ from tangram.rl.training_settings import (
     TrainingSettings,
     TrainSettings,
 )
-from tangram.sim.statistics import mean_of
 
 MODES: dict[str, Mode] = {
     "sync": "sync", "sync_plus": "sync+", "one_off": "one-off", "start_bound": "start-bound", "rollart": "rollart",

@@ -24,6 +24,7 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most
 from tangram.client.client import Client
+from tangram.reports.statistics import mean_of
 from tangram.rl.assembly import connection, tasks_of
 from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.base import Outside
@@ -38,7 +39,6 @@ from tangram.rl.training_settings import (
     TrainingSettings,
     TrainSettings,
 )
-from tangram.sim.statistics import mean_of
 
 OPTIONS = ("report",)
 # lookup: the agent that it imitates gets a third of all answers right, and a policy that cannot copy names yet gets up

@@ -20,12 +20,12 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress
 from tangram.bench.rollout import SEEN, TASK, TOKENS, Fixed, Waiting, Waits, serving
+from tangram.reports.statistics import mean_of, ratio_of
 from tangram.rl.gateway import Gateway
 from tangram.rl.records import Ticket
 from tangram.rl.redundancy import report
 from tangram.rl.rollout import Collected, Rollout
 from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, RolloutSettings, TaskSettings
-from tangram.sim.statistics import mean_of, ratio_of
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

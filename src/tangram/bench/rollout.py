@@ -33,13 +33,13 @@ from typing import ClassVar
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired_values
+from tangram.reports.statistics import Interval, mean_of
 from tangram.rl.engines.process import ProcessEngine
 from tangram.rl.environments.base import MakeAgent, Outside, Step
 from tangram.rl.gateway import Gateway
 from tangram.rl.records import Group, Span, Stage, Ticket
 from tangram.rl.rollout import Rollout
 from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, RolloutSettings, TaskSettings
-from tangram.sim.statistics import Interval, mean_of
 
 SPREADS = (0.1, 0.3, 0.5, 0.7, 1.0)
 """σ / μ."""

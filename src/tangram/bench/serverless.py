@@ -33,12 +33,12 @@ from tangram.managers.functions import Call, FunctionManager
 from tangram.managers.functions.host import Statistics
 from tangram.managers.quota import QuotaManager
 from tangram.managers.work import Hold
+from tangram.reports.statistics import ratio_of
 from tangram.rl.engines.base import Request, Weights
 from tangram.rl.engines.fake import FakeEngine
 from tangram.rl.rollout import Rollout, tickets
 from tangram.rl.settings import EngineSettings, GroupSettings, RewardSettings, RolloutSettings, TaskSettings
 from tangram.service.orchestrator import Orchestrator
-from tangram.sim.statistics import ratio_of
 
 SECONDS = {"code": 0.12, "judge": 0.06, "math": 0.03}
 """What the reward of a task takes: running tests, asking a small model, comparing an answer."""

@@ -19,10 +19,10 @@ import numpy as np
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, play
 from tangram.core.demand import GPU
 from tangram.core.messages import Pool, cpu_node
+from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
-from tangram.sim.statistics import mean_of
 from tangram.sim.workload import build
 
 PODS, OURS = "pods:0.5", "adaptive"

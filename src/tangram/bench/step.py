@@ -29,6 +29,7 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired_values, part
 from tangram.bench.reservation import usual_backend
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES, client
+from tangram.reports.statistics import mean_of
 from tangram.rl.imitated import imitated
 from tangram.rl.pipeline import train
 from tangram.rl.records import Group, Stage, Trajectory
@@ -42,7 +43,6 @@ from tangram.rl.training_settings import (
     TrainSettings,
     WarmStartSettings,
 )
-from tangram.sim.statistics import mean_of
 
 OPTIONS = ("backend",)
 TASK = "codefix"

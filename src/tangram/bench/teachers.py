@@ -25,12 +25,12 @@ import numpy as np
 from tangram.bench import sizing
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired, part, play
 from tangram.core.messages import Effect, Event, Resident
+from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.episode import Episode, Workload
 from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.on_demand import OnDemandConfig
 from tangram.sim.simulate import simulate
-from tangram.sim.statistics import mean_of
 from tangram.sim.workload import build
 
 OURS, STATIC = "adaptive", "pods:0.5"

@@ -28,6 +28,7 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
 from tangram.errors import ManagerError
+from tangram.reports.statistics import mean_of
 from tangram.rl.engines.base import Noise, Request, Sampling, Weights
 from tangram.rl.engines.messages import StepRecord
 from tangram.rl.engines.process import ProcessEngine
@@ -35,7 +36,6 @@ from tangram.rl.gateway import Gateway
 from tangram.rl.gateway_records import EngineUpdated, Event
 from tangram.rl.published import published_folder
 from tangram.rl.settings import EngineSettings
-from tangram.sim.statistics import mean_of
 
 if TYPE_CHECKING:
     from tangram.rl.nn.transformer import Transformer

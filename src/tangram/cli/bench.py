@@ -153,7 +153,7 @@ SIDES = {
 
 def _sides(result: BenchResult) -> Any:
     """The numbers of all sides, one below the other."""
-    from tangram.sim.words import percent, seconds
+    from tangram.reports.formatting import percent, seconds
 
     table = show.table(f"{result.name} ({result.label}), means over seeds")
     table.add_column("")

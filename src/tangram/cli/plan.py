@@ -202,7 +202,7 @@ def _print(answer: Plan) -> None:
 
 
 def _cells(answer: Plan, point: Point) -> list[str]:
-    from tangram.sim.words import percent
+    from tangram.reports.formatting import percent
 
     return [str(point.size), *answer.told(point), percent(point.use)]
 

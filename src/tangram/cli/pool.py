@@ -130,9 +130,9 @@ def undrain(
 
 
 def _change(target: Target, node: str, state: str, as_json: bool) -> None:
+    from tangram.reports.formatting import several
     from tangram.service.view import View
     from tangram.service.wire import NodeRequest
-    from tangram.sim.words import several
 
     record = NodeRequest(state=state)  # type: ignore[arg-type]
     try:

@@ -133,7 +133,7 @@ def _require_match(option: str, wanted: str | None, there: list[str], file: Path
 def _nearest(wanted: str, names: list[str]) -> str:
     import difflib
 
-    from tangram.rl.printable import cut
+    from tangram.reports.printable import cut
 
     begun = [name for name in names if name.startswith(wanted)][:3]
     near = begun or difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)

@@ -279,7 +279,7 @@ def _told(found: Found, asked: Asked, settings: RolloutSettings, scores: Scores,
 
 
 def _print(told: dict[str, Any], out: Path | None) -> None:
-    from tangram.rl.printable import plain
+    from tangram.reports.printable import plain
 
     typer.echo(f"checkpoint {told['checkpoint']}")
     table = show.table(f"temperature {told['temperature']:g}, {told['seconds']:.1f} s")

@@ -251,7 +251,7 @@ def _summary(collected: Collected) -> dict[str, Any]:
 
 def _interrupted(endings: Counter[str], out: Path | None) -> str:
     """What a rollout that was stopped leaves."""
-    from tangram.sim.words import several
+    from tangram.reports.formatting import several
 
     how = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
     said = f"interrupted: {several(endings.total(), 'trajectory', 'trajectories')} ended{f' ({how})' if how else ''}"
@@ -271,7 +271,7 @@ def _lines(collected: Collected, causes: dict[str, str]) -> list[str]:
 
 
 def _print(collected: Collected, out: Path | None) -> None:
-    from tangram.sim.words import several
+    from tangram.reports.formatting import several
 
     summary = _summary(collected)
     console = show.console()

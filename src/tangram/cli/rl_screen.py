@@ -19,12 +19,12 @@ import typer
 from tangram.cli import show
 from tangram.cli.screen import put, seconds
 from tangram.errors import InvalidConfig
-from tangram.rl.printable import cut, lines, plain
+from tangram.reports.formatting import several
+from tangram.reports.printable import cut, lines, plain
 from tangram.rl.records import Stage, Trajectory, Turn
 from tangram.rl.timeline import Activity, Doing, StageTime, Timeline, in_words
 from tangram.rl.timeline import seconds as seconds_of
 from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Header, Record
-from tangram.sim.words import several
 
 if TYPE_CHECKING:
     from rich.console import Console

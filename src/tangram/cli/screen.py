@@ -233,7 +233,7 @@ def _queue(view: View, rows: int, *, fold: bool) -> RenderableType:
 def _sandboxes(view: View) -> Text:
     from rich.text import Text
 
-    from tangram.sim.words import several
+    from tangram.reports.formatting import several
 
     active = sum(box.active > 0 for box in view.sandboxes)
     shown = len(view.sandboxes)

@@ -188,7 +188,7 @@ def _print(comparisons: list[Comparison]) -> None:
 
 
 def _seconds_table(comparison: Comparison) -> Any:
-    from tangram.sim.words import out_of, percent, seconds, several
+    from tangram.reports.formatting import out_of, percent, seconds, several
 
     setup = comparison.setup
     trajectories = several(round(comparison.completed(setup.policies[0])[1]), "trajectory", "trajectories")
@@ -212,8 +212,8 @@ def _seconds_table(comparison: Comparison) -> Any:
 
 
 def _ratio_table(comparison: Comparison) -> Any:
+    from tangram.reports.formatting import times
     from tangram.sim.compare import METRICS
-    from tangram.sim.words import times
 
     table = show.table(f"times less than {comparison.base}")
     table.add_column("", no_wrap=True)

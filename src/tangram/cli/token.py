@@ -244,7 +244,7 @@ def _runs(target: Target) -> list[RunReply]:
 
 
 def _what_ends(target: Target, run: str) -> str:
-    from tangram.sim.words import several
+    from tangram.reports.formatting import several
 
     view = service_client.view_of(target)
     found = next((each for each in view.runs if each.name == run), None)

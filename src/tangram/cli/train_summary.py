@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tangram.cli import show
-from tangram.rl.printable import plain
+from tangram.reports.printable import plain
 from tangram.rl.progress import duration
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Over, Trained, Warmed, dropped_in, noticed_in
 

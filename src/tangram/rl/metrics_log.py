@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError, TangramError
-from tangram.rl.printable import plain
+from tangram.reports.printable import plain
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
 
 METRICS_FILE = "metrics.jsonl"

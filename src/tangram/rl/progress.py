@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tangram.reports.printable import plain
 from tangram.rl.engines.base import EngineStatistics
-from tangram.rl.printable import plain
 from tangram.rl.records import Ending, Group, Stage, Trajectory
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import msgspec
 
 from tangram.client.client import Client
 from tangram.errors import InvalidConfig, InvalidInput
+from tangram.reports.printable import plain
 from tangram.rl.engines.base import Generation, Request
 from tangram.rl.environments.base import Environment, Outside, Task
-from tangram.rl.printable import plain
 from tangram.rl.records import Ending, Trajectory
 from tangram.rl.reward import Played, make_reward, settings_for
 from tangram.rl.settings import RewardSettings, RolloutSettings, TaskSettings

@@ -29,7 +29,7 @@ from itertools import pairwise
 import msgspec
 
 from tangram.errors import InvalidTrace
-from tangram.rl.printable import plain
+from tangram.reports.printable import plain
 from tangram.rl.records import Span, Stage, Trajectory
 from tangram.rl.trajectory_log import GroupClosing, Reading
 

@@ -15,7 +15,10 @@ from typing import Any
 import msgspec
 
 from tangram.files.atomic_file import whole_file
-from tangram.rl.printable import cut, plain
+from tangram.reports.formatting import percent, several
+from tangram.reports.formatting import seconds as told
+from tangram.reports.page import card, legend, page, prose, section
+from tangram.reports.printable import cut, plain
 from tangram.rl.records import Stage
 from tangram.rl.timeline import (
     NAMES,
@@ -31,9 +34,6 @@ from tangram.rl.timeline import (
     seconds,
 )
 from tangram.rl.timeline_script import SCRIPT, STYLE
-from tangram.sim.page import card, legend, page, prose, section
-from tangram.sim.words import percent, several
-from tangram.sim.words import seconds as told
 
 LANES_MAX = 2000
 """Trajectories that are drawn; a browser scrolls these easily."""

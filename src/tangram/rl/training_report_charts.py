@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tangram.rl.printable import cut
+from tangram.reports.printable import cut
 from tangram.rl.records import Stage
 from tangram.rl.timeline_page import COLOURS
 from tangram.rl.training_records import PoolUse, Trained

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from tangram.sim.page import prose
-from tangram.sim.words import seconds
+from tangram.reports.formatting import seconds
+from tangram.reports.page import prose
 
 COLUMNS_MAX = 16
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 
+from tangram.reports.formatting import percent, seconds, several
+from tangram.reports.page import card, page, prose, section
 from tangram.rl import training_report_sections as sections
 from tangram.rl.training_report_charts import AXES, CHARTS_MAX, Charts, name_of
 from tangram.rl.training_report_markup import chart_figure, duration, table
 from tangram.rl.training_report_run import FINAL_EVALUATIONS, FINAL_SHARE, Run, Score
 from tangram.rl.training_report_script import SCRIPT, STYLE
 from tangram.rl.training_report_sections import Played
-from tangram.sim.page import card, page, prose, section
-from tangram.sim.words import percent, seconds, several
 
 TASKS_IN_HEADLINE = 4
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import msgspec
 
+from tangram.reports.formatting import percent, seconds, several
+from tangram.reports.page import prose, section
+from tangram.reports.printable import plain
 from tangram.rl import timeline_page
-from tangram.rl.printable import plain
 from tangram.rl.records import Stage
 from tangram.rl.timeline import Timeline
 from tangram.rl.training_records import dropped_in
 from tangram.rl.training_report_charts import CHARTS_MAX, MAIN_METRICS, MORE_METRICS, Charts, name_of
 from tangram.rl.training_report_markup import Markup, chart_figure, duration, table
 from tangram.rl.training_report_run import PoolSum, Run, parts_of, tokens_of
-from tangram.sim.page import prose, section
-from tangram.sim.words import percent, seconds, several
 
 NOTICES_MAX = 200
 SETTINGS_CHARACTERS_MAX = 100_000

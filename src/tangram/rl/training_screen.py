@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tangram.rl.printable import plain
+from tangram.reports.printable import plain
 from tangram.rl.progress import duration
 from tangram.rl.training_progress import ENDED, STARTING, TRAINING, WARMING, TaskSoFar, TrainingSoFar
 from tangram.rl.training_records import Noticed

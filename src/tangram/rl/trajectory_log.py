@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, InvalidTrace, ManagerError
+from tangram.reports.printable import plain
 from tangram.rl.engines.base import EngineStatistics
-from tangram.rl.printable import plain
 from tangram.rl.records import Group, Trajectory
 from tangram.rl.settings import RolloutSettings
 

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tangram.reports.formatting import percent, seconds
+from tangram.reports.svg import Drawing, Linear, Log, duration, number
 from tangram.sim.result import ActionRow, Result
-from tangram.sim.svg import Drawing, Linear, Log, duration, number
-from tangram.sim.words import percent, seconds
 
 Floats = npt.NDArray[np.float64]
 

@@ -21,6 +21,8 @@ from tangram.core.policies import POLICIES, policy
 from tangram.errors import InvalidConfig
 from tangram.files.atomic_file import partial_of
 from tangram.processes.process_pool import Progress, Workers
+from tangram.reports.formatting import out_of
+from tangram.reports.statistics import Interval, ratio_of
 from tangram.sim import faults, record, traces
 from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
@@ -28,8 +30,6 @@ from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
 from tangram.sim.size import Load, Size, load, pods_can_run, span
-from tangram.sim.statistics import Interval, ratio_of
-from tangram.sim.words import out_of
 from tangram.sim.workload import build
 from tangram.sim.workloads import options
 

@@ -14,10 +14,10 @@ import msgspec
 from tangram.core.demand import CPU, GPU
 from tangram.errors import InvalidConfig
 from tangram.processes.process_pool import Workers
+from tangram.reports.formatting import digits_apart, seconds, several
 from tangram.sim.compare import Played, Progress, Setup, Source, Task, play, workload_of
 from tangram.sim.episode import Workload
 from tangram.sim.size import Size, pods_can_run, static_devices
-from tangram.sim.words import digits_apart, seconds, several
 from tangram.sim.workloads import options
 
 TARGETS = {"mean": "act_mean_s", "p95": "act_p95_s"}

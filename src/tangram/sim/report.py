@@ -12,12 +12,12 @@ from pathlib import Path
 
 from tangram.core.demand import CORE, CPU, GPU
 from tangram.files.atomic_file import whole_file
+from tangram.reports.formatting import percent, seconds, several, times
+from tangram.reports.page import card, figure, legend, page, prose, section
+from tangram.reports.statistics import Interval
 from tangram.sim import charts
 from tangram.sim.compare import METRICS, Comparison, workload_of
-from tangram.sim.page import card, figure, legend, page, prose, section
 from tangram.sim.plan import TARGETS, Plan, Point
-from tangram.sim.statistics import Interval
-from tangram.sim.words import percent, seconds, several, times
 
 COLOURS_OTHERS = ("p2", "p3", "p4", "p5", "p6")
 KIND_COLOURS = ("k0", "k1", "k2", "k3", "k4", "k5", "k6")

@@ -31,11 +31,11 @@ from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_file import whole_file
 from tangram.managers.cpu.manager import PROGRAMS
+from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.record import load_recording, opened
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
-from tangram.sim.statistics import mean_of
 
 BACKENDS = ("sandbox", "process")
 OPTIONS = ("report", "backend")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tangram.sim.words import percent
+from tangram.reports.formatting import percent
 
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 """Of a line of /proc/stat: user, nice, system, interrupts, soft interrupts, and what a host took away."""

@@ -15,11 +15,11 @@ from tangram.bench.base import BenchResult
 from tangram.bench.reservation.neighbours import disturbed
 from tangram.bench.reservation.sides import BY_ACTION, REQUEST, RESERVED, SIDES
 from tangram.files.atomic_file import whole_file
+from tangram.reports.formatting import percent, seconds, several
+from tangram.reports.page import card, figure, legend, page, prose, section
+from tangram.reports.svg import Drawing, Linear, duration
 from tangram.sim import charts
-from tangram.sim.page import card, figure, legend, page, prose, section
 from tangram.sim.result import ActionRow, Result
-from tangram.sim.svg import Drawing, Linear, duration
-from tangram.sim.words import percent, seconds, several
 
 if TYPE_CHECKING:
     from tangram.bench.reservation import Played

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tangram.sim.statistics import Interval
+from tangram.reports.statistics import Interval
 
 MORE_DIGITS_MAX = 7
 """Ten digits in all tell apart whatever a plan tells apart."""
