@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tangram.config import load, parse
-from tangram.managers.cpu.hierarchies import OWNER_LEAF
+from tangram.managers.sandboxes.cgroups.hierarchies import OWNER_LEAF
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 GUIDES = DEPLOY.parent / "docs" / "guides"

@@ -22,7 +22,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from tangram.errors import ManagerError
-from tangram.managers.cpu.manager import PROGRAMS
+from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -37,9 +37,9 @@ from tests.golden.records import ACTION, SPEC, example
 
 from tangram.core.messages import Effect, Event
 from tangram.core.trace import EVENTS
-from tangram.managers.cpu.images import ImageStore
-from tangram.managers.cpu.records import Records
 from tangram.managers.functions.work import Failure, answer_of
+from tangram.managers.sandboxes.bwrap.images.store import ImageStore
+from tangram.managers.sandboxes.bwrap.records import Records
 from tangram.managers.work import SandboxSpec
 from tangram.rl.checkpoints import read_checkpoint
 from tangram.rl.metrics_log import read_metrics

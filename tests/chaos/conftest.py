@@ -22,8 +22,8 @@ import pytest
 
 import tangram
 from tangram import Status
-from tangram.managers.cpu import cgroupfs, cgroups
-from tangram.managers.cpu.hierarchies import find_hierarchies
+from tangram.managers.sandboxes.cgroups import cgroupfs, groups
+from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 
 STORY_S_MAX = 60.0
 """A test that takes longer hangs: everything here takes seconds, also on a loaded machine."""
@@ -94,7 +94,7 @@ def is_zombie(pid: int) -> bool:
 
 def owners_of(process: int) -> list[str]:
     """Names of the owners that a process was, of which control groups are left."""
-    return [name for name in cgroups.owners() if name.startswith(f"{process}-")]
+    return [name for name in groups.owners() if name.startswith(f"{process}-")]
 
 
 def processes_of(state: Path, owning: set[int]) -> dict[int, str]:
@@ -232,7 +232,7 @@ def owners(tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str]) -> 
                 found.close()
     finally:  # a test that has failed leaves nothing either
         for name in [name for process in found.pids for name in owners_of(process)]:
-            cgroups.remove_owner(name)
+            groups.remove_owner(name)
     said = capfd.readouterr().err
     assert "spawner.py" not in said, f"the spawner broke down: {said}"
 

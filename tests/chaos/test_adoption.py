@@ -45,10 +45,11 @@ from tangram.core.demand import Demand, cores
 from tangram.core.messages import Grant, Share
 from tangram.errors import FileFailed, InvalidConfig, ManagerError
 from tangram.managers.base import Lease
-from tangram.managers.cpu import cgroups, spawner, spawning
-from tangram.managers.cpu.images import SANDBOX_UID
-from tangram.managers.cpu.manager import NO_RECORD, SandboxManager
-from tangram.managers.cpu.records import Records
+from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
+from tangram.managers.sandboxes.bwrap.manager import NO_RECORD, SandboxManager
+from tangram.managers.sandboxes.bwrap.records import Records
+from tangram.managers.sandboxes.bwrap.spawner import client, spawner
+from tangram.managers.sandboxes.cgroups import groups as cgroups
 from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, Prepare, SandboxSpec, Work
 from tangram.processes.streams import HELD_SHELL
 
@@ -859,12 +860,13 @@ def test_a_foreign_file_among_the_owners_is_left_alone(service: Service) -> None
 def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Service, tmp_path: Path) -> None:
     older = tmp_path / "older"
     older.mkdir()
-    for name in ("spawner.py", "file_work.py", "forked.py", "halting.py"):
+    for name in ("spawner.py", "file_worker.py", "child.py", "orphan_cleanup.py"):
         text = Path(spawner.__file__).with_name(name).read_text()
         (older / name).write_text(text.replace(f"\nPROTOCOL = {spawner.PROTOCOL}\n", "\nPROTOCOL = 0\n"))
     service.killed(
         f'await k.open("one")\nawait k.run("one", {COUNTS!r})\nready()',
-        before=f"from tangram.managers.cpu import spawning; spawning.PROGRAM = {str(older / 'spawner.py')!r}",
+        before="from tangram.managers.sandboxes.bwrap.spawner import client; "
+        f"client.PROGRAM = {str(older / 'spawner.py')!r}",
     )
     old = service.spawner
 
@@ -880,7 +882,7 @@ def test_a_spawner_of_another_version_is_ended_and_not_spoken_to(service: Servic
 
 
 def test_a_spawner_that_does_not_answer_is_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawning, "ATTACH_S_MAX", 0.2)
+    monkeypatch.setattr(client, "ATTACH_S_MAX", 0.2)
     service.killed('await k.open("one")\nready()')
     run(stands_still(service.state))
     os.kill(service.spawner, signal.SIGSTOP)

@@ -34,7 +34,7 @@ from tests.chaos.conftest import (
 import tangram
 from tangram import Status
 from tangram.errors import ActionFailed, ManagerError
-from tangram.managers.cpu import manager
+from tangram.managers.sandboxes.bwrap import manager
 
 Play = Callable[..., Any]
 

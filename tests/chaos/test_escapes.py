@@ -23,7 +23,7 @@ from tests.chaos.conftest import found_by, owner_name, seen, spawner, until
 import tangram
 from tangram.client.trees import unpack_tree
 from tangram.errors import FileFailed
-from tangram.managers.cpu.images import SANDBOX_UID
+from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
 
 Play = Callable[..., Any]
 PROJECT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from tests.contracts.conftest import Bench, sandbox
 import tangram
 from tangram import Status
 from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, ManagerError, TangramError
-from tangram.managers.cpu.manager import SandboxManager
+from tangram.managers.sandboxes.bwrap.manager import SandboxManager
 
 Play = Callable[..., Any]
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.managers.cpu import cgroups
+from tangram.managers.sandboxes.cgroups import groups
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 CAN = all(map(shutil.which, ("bwrap", "catatonit", "setpriv"))) and os.geteuid() == 0
@@ -287,7 +287,7 @@ def start(state: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        assert [name for name in cgroups.owners() if name.startswith(f"{process.pid}-")] == []
+        assert [name for name in groups.owners() if name.startswith(f"{process.pid}-")] == []
     assert os.listdir(state / "owners") == []
 
 

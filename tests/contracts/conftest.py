@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.managers.docker_engine import docker_manager
+from tests.managers.sandboxes.docker.docker_engine import docker_manager
 
 from tangram.core.action import Action
 from tangram.core.demand import CORE, Demand, cores
 from tangram.core.messages import Grant, Share
 from tangram.errors import ManagerError
 from tangram.managers.base import Lease, Manager
-from tangram.managers.cpu.manager import PROGRAMS, SandboxManager
 from tangram.managers.fake import FakeManager
-from tangram.managers.process import ProcessManager
+from tangram.managers.sandboxes.bwrap.manager import PROGRAMS, SandboxManager
+from tangram.managers.sandboxes.process import ProcessManager
 from tangram.managers.work import Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
 from tangram.processes.streams import Output
 

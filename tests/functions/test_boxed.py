@@ -27,7 +27,6 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.base import Manager
-from tangram.managers.cpu.manager import SandboxManager
 from tangram.managers.functions import BoxedFunctionManager, Call, FunctionSpec, boxed_lease
 from tangram.managers.functions.boxed_answer import REPLY_BYTES_MAX, Garbled, Listener, reply_of
 from tangram.managers.functions.boxed_host import ALLOWANCE_BYTES, NOTHING, PREFIX
@@ -35,7 +34,8 @@ from tangram.managers.functions.boxed_msgpack import encode
 from tangram.managers.functions.boxed_parcel import pickled_by
 from tangram.managers.functions.boxed_program import ANSWER, BEGIN, FRAME
 from tangram.managers.functions.template import REPLY
-from tangram.managers.process.manager import ProcessManager
+from tangram.managers.sandboxes.bwrap.manager import SandboxManager
+from tangram.managers.sandboxes.process.manager import ProcessManager
 from tangram.managers.work import MIB, Open, SandboxSpec, Work
 from tangram.processes.streams import STDERR, STDOUT
 from tangram.service.orchestrator import Orchestrator

@@ -26,13 +26,14 @@ from tangram.core.limits import Limits
 from tangram.core.messages import Effect, Event, Pool, Window, cpu_node
 from tangram.core.trace import EVENTS
 from tangram.errors import InvalidAction
-from tangram.managers.cpu import cgroups, skeleton
-from tangram.managers.cpu.images import Image, ImageStore
-from tangram.managers.cpu.owner import Owner
-from tangram.managers.cpu.records import Record as SandboxRecord
-from tangram.managers.cpu.spawning import _Greeting
 from tangram.managers.functions.work import Call, Post, failed, returned
 from tangram.managers.models import wire as device_messages
+from tangram.managers.sandboxes.bwrap.images import base_layers
+from tangram.managers.sandboxes.bwrap.images.store import Image, ImageStore
+from tangram.managers.sandboxes.bwrap.owner import Owner
+from tangram.managers.sandboxes.bwrap.records import Record as SandboxRecord
+from tangram.managers.sandboxes.bwrap.spawner.client import _Greeting
+from tangram.managers.sandboxes.cgroups import groups
 from tangram.managers.work import Close, Exec, Executed, Open
 from tangram.rl import trainer_messages
 from tangram.rl.buffer_records import BufferState, Waiting
@@ -251,8 +252,8 @@ def state() -> Files:
         for name, content in found.items()
         if content and not name.endswith("lock")
     }
-    layer = skeleton.digest(
-        [skeleton.Node("etc"), skeleton.Node("etc/name", 0o644, b"box"), skeleton.Node("a", target="b")]
+    layer = base_layers.digest(
+        [base_layers.Node("etc"), base_layers.Node("etc/name", 0o644, b"box"), base_layers.Node("a", target="b")]
     )
     names = {"layout": [name for name in layout if "images/images/" not in name], "layer": layer}
     return files | {"state.json": pretty(names | {"greeting of the spawner": shape(_Greeting)})}
@@ -261,7 +262,7 @@ def state() -> Files:
 def _owner(folder: Path) -> Owner:
     with (
         mock.patch.object(secrets, "token_hex", lambda count: "0" * 2 * count),
-        mock.patch.object(cgroups, "owner_root", return_value=None),
+        mock.patch.object(groups, "owner_root", return_value=None),
     ):
         return Owner(folder, "golden")
 

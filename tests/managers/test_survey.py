@@ -20,8 +20,8 @@ import pytest
 
 from tangram.core.demand import CORE
 from tangram.managers import survey as surveying
-from tangram.managers.cpu.cgroups import owner_root
-from tangram.managers.cpu.hierarchies import find_hierarchies, place
+from tangram.managers.sandboxes.cgroups.groups import owner_root
+from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies, place
 from tangram.managers.survey import DOCKER, LIMITED, MISSING, OK, PROCESS, SANDBOX, Finding, Survey, survey
 
 NEEDS = os.geteuid() == 0 or os.environ.get("CI") == "true"
@@ -108,7 +108,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 STEPS_DOWN = """
 import json, os, sys
 from pathlib import Path
-from tangram.managers.cpu.hierarchies import find_hierarchies, place
+from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies, place
 from tangram.managers.survey import left_as_found
 print("ready", flush=True)
 sys.stdin.readline()

@@ -21,7 +21,7 @@ from tangram.client.client import Client, connect
 from tangram.client.remote import Wire
 from tangram.core.action import Status
 from tangram.errors import ManagerError, SessionEnded
-from tangram.managers.cpu import cgroups
+from tangram.managers.sandboxes.cgroups import groups
 from tangram.processes.streams import HELD_SHELL
 from tangram.sim.survey import survey
 
@@ -246,9 +246,9 @@ def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_l
         kept.configure(service='sandboxes_on_stop = "close"')
         await restarted(kept, kill=False)
         assert await box.read_text("file") == "kept", "it was not taken over"
-        assert owner in cgroups.owners() and found_by("9301")
+        assert owner in groups.owners() and found_by("9301")
         await asyncio.to_thread(kept.stop)
-        assert list((state / "owners").iterdir()) == [] and owner not in cgroups.owners()
+        assert list((state / "owners").iterdir()) == [] and owner not in groups.owners()
         assert processes_of(state, set()) == {} and not found_by("9301") and mounts_below(state) == []
         await asyncio.to_thread(kept.start)
         assert (await box.exec("true")).status is Status.LOST

@@ -27,7 +27,7 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, part
 from tangram.client.client import Client, connect
 from tangram.client.sandbox import Sandbox
-from tangram.managers.cpu.machine import available_memory_bytes
+from tangram.managers.sandboxes.machine import available_memory_bytes
 from tangram.managers.work import MIB
 
 PROGRAM = "/bin/true"

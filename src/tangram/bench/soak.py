@@ -35,7 +35,7 @@ from tangram.bench.service_process import ServiceProcess, a_folder
 from tangram.client.client import Client, connect
 from tangram.client.functions import function
 from tangram.errors import ManagerError, TangramError
-from tangram.managers.cpu.hierarchies import find_hierarchies
+from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 from tangram.managers.work import MIB, Exec
 from tangram.service.view import TIMELINE_ROWS_MAX
 from tangram.service.wire import Submission

@@ -96,7 +96,7 @@ def _config(path: Path | None, listen: str | None) -> Config:
     if path is not None:
         said = load(path)
     else:
-        from tangram.managers.cpu.owner import state_directory
+        from tangram.managers.sandboxes.bwrap.owner import state_directory
 
         folder = state_directory() / "service"
         said = parse(f'[service]\njournal = "{folder}/journal.db"\nevent_log = "{folder}/events.jsonl"\n', "defaults")

@@ -514,15 +514,15 @@ def _manager(backend: str, cores: float | None, memory_bytes: int | None, state:
     if type(warm) is not int or warm < 0 or (warm and backend != "sandbox"):
         raise InvalidConfig("warm", warm, "a number of sandboxes, at least 0; only the sandbox backend has warm ones")
     if backend == "sandbox":
-        from tangram.managers.cpu.manager import SandboxManager
+        from tangram.managers.sandboxes.bwrap.manager import SandboxManager
 
         return SandboxManager(state=state, cores=cores, memory_bytes=memory_bytes, warm=warm)
     if backend == "process":
-        from tangram.managers.process import ProcessManager
+        from tangram.managers.sandboxes.process import ProcessManager
 
         return ProcessManager(root=state, cores=cores, memory_bytes=memory_bytes)
     if backend == "docker":
-        from tangram.managers.docker import DockerManager
+        from tangram.managers.sandboxes.docker import DockerManager
 
         return DockerManager(cores=cores, memory_bytes=memory_bytes)
     raise InvalidConfig("backend", backend, f"one of {', '.join(BACKENDS)}")

@@ -28,8 +28,13 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import ManagerError, TangramError
-from tangram.managers.cpu import cgroupfs
-from tangram.managers.cpu.hierarchies import (
+from tangram.managers.sandboxes.bwrap.images.store import FORBIDDEN, FREE_BYTES_MIN, SANDBOX_UID
+from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
+from tangram.managers.sandboxes.bwrap.owner import state_directory
+from tangram.managers.sandboxes.bwrap.seccomp import filter_program
+from tangram.managers.sandboxes.bwrap.spawner.lock import LOCK as SPAWNER_LOCK
+from tangram.managers.sandboxes.cgroups import cgroupfs
+from tangram.managers.sandboxes.cgroups.hierarchies import (
     CPUSET,
     OWN_GROUP,
     OWNER_LEAF,
@@ -39,12 +44,7 @@ from tangram.managers.cpu.hierarchies import (
     find_hierarchies,
     place,
 )
-from tangram.managers.cpu.images import FORBIDDEN, FREE_BYTES_MIN, SANDBOX_UID
-from tangram.managers.cpu.keeping import LOCK as SPAWNER_LOCK
-from tangram.managers.cpu.machine import available_memory_bytes, numa_cells
-from tangram.managers.cpu.manager import PROGRAMS
-from tangram.managers.cpu.owner import state_directory
-from tangram.managers.cpu.seccomp import filter_program
+from tangram.managers.sandboxes.machine import available_memory_bytes, numa_cells
 from tangram.managers.work import GIB, MIB
 
 OK, LIMITED, MISSING = "ok", "limited", "missing"

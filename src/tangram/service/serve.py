@@ -351,7 +351,7 @@ def manager_of(config: Config, expected: Sequence[str]) -> Manager:
     node = config.node
     state = Path(node.state) if node.state else None
     if node.backend == "sandbox":
-        from tangram.managers.cpu.manager import SandboxManager
+        from tangram.managers.sandboxes.bwrap.manager import SandboxManager
 
         return SandboxManager(
             state=state,
@@ -364,11 +364,11 @@ def manager_of(config: Config, expected: Sequence[str]) -> Manager:
             expected=expected,
         )
     if node.backend == "process":
-        from tangram.managers.process import ProcessManager
+        from tangram.managers.sandboxes.process import ProcessManager
 
         return ProcessManager(root=state, cores=node.cores, memory_bytes=node.memory, node=node.name)
     if node.backend == "docker":
-        from tangram.managers.docker import DockerManager
+        from tangram.managers.sandboxes.docker import DockerManager
 
         return DockerManager(cores=node.cores, memory_bytes=node.memory, node=node.name)
     from tangram.managers.fake import FakeManager

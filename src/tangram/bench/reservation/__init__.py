@@ -30,7 +30,7 @@ from tangram.bench.reservation.project import NEEDS
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_file import whole_file
-from tangram.managers.cpu.manager import PROGRAMS
+from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
 from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.record import load_recording, opened

@@ -1,0 +1,74 @@
+"""Making: what the spawner does to make a sandbox.
+
+Owns the mounts that a sandbox sees, and the words with which bubblewrap is called. Does nothing itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
+from tangram.managers.sandboxes.bwrap.sandbox import Sandbox
+from tangram.managers.sandboxes.bwrap.spawner.child import FILTER, INFO, INIT
+
+INODE_BYTES = 4096
+"""Of a disk limit, per file that may exist: many small files use up memory as well as few large ones."""
+SHM_SHARE = 4
+"""Shared memory of a sandbox: this part of its memory limit."""
+MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
+ROOT_AT = "/mnt"
+"""Where, in its own mount namespace, the holder of a sandbox puts the root of it: every user may look there. The state
+directory may lie where only root may."""
+
+
+def steps(sandbox: Sandbox) -> list[list[Any]]:
+    """Mounts below the sandbox's directory, in a namespace that vanishes with it. What it writes stays in memory, where
+    a limit is exact and costs nothing."""
+    at = str(sandbox.directory)
+    spec = sandbox.spec
+    flags = MS_NOSUID | MS_NODEV
+    size = f"size={spec.disk_bytes},nr_inodes={max(64, spec.disk_bytes // INODE_BYTES)},mode=0755"
+    layers = f"lowerdir={':'.join(sandbox.image.layers)},upperdir={at}/upper,workdir={at}/work"
+    return [
+        ["mount", "tmpfs", at, "tmpfs", flags, size],
+        ["mkdir", f"{at}/upper", SANDBOX_UID, 0o755],
+        ["mkdir", f"{at}/work", 0, 0o755],
+        ["mkdir", f"{at}/root", 0, 0o755],
+        ["mount", "overlay", f"{at}/root", "overlay", flags, layers],
+        ["mount", f"{at}/root", ROOT_AT, "none", MS_BIND, ""],
+    ]
+
+
+def bubblewrap(sandbox: Sandbox) -> list[str]:
+    """The command line of its holder."""
+    spec = sandbox.spec
+    as_root = ["--unshare-user", "--uid", "0", "--gid", "0"] if spec.user == "root" else ["--cap-drop", "ALL"]
+    become = ["setpriv", f"--reuid={SANDBOX_UID}", f"--regid={SANDBOX_UID}", "--clear-groups", "--"]
+    words = [
+        *([_which(become[0]), *become[1:]] if spec.user == "root" else []),
+        *(
+            _which("bwrap"),
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--unshare-cgroup",
+            "--hostname",
+            "sandbox",
+        ),
+        *([] if spec.network else ["--unshare-net"]),
+        *("--die-with-parent", "--as-pid-1", "--info-fd", str(INFO), "--seccomp", str(FILTER)),
+        *as_root,
+        *("--bind", ROOT_AT, "/"),
+        *(["--ro-bind", "/usr", "/usr"] if sandbox.image.binds_usr else []),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(spec.memory_bytes // SHM_SHARE), "--perms", "01777", "--tmpfs", "/dev/shm"),
+        *("--chdir", "/", "--", f"/proc/self/fd/{INIT}", "-P"),
+    ]
+    return words
+
+
+def _which(name: str) -> str:
+    found = shutil.which(name)
+    assert found is not None, f"{name} was there when the manager started"
+    return found

@@ -1,0 +1,326 @@
+"""A container: one sandbox, who runs in it, how much CPU it has, and whether it stands still.
+
+Owns the state of one container at the engine: paused or not, its CPU, its end. Decides nothing: grants say how much.
+Promises that it runs only while an action does, or while somebody visits it to look at its files; that its CPU is the
+sum of what its running actions were granted; and that the engine is not asked for what is so already.
+
+An engine limits containers, not the programs in them. So several actions in one container share the sum of their
+grants, each as it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from tangram.core.demand import CORE
+from tangram.errors import ManagerError
+from tangram.managers.sandboxes.cgroups.groups import (
+    PERIOD_US,
+    QUOTA_MIN_US,
+    WEIGHT_MAX_V1,
+    WEIGHT_MIN_V1,
+    WEIGHT_PER_CORE_V1,
+)
+from tangram.managers.sandboxes.docker.engine import Engine, EngineRefused, to_its_end
+from tangram.managers.sandboxes.docker.shells import Session
+from tangram.managers.sandboxes.docker.usage import Meter, Reading
+from tangram.managers.work import SandboxSpec
+
+NOT_FOUND, CONFLICT = 404, 409
+LAG_S, LAG_PAUSE_S = 30.0, 0.01
+"""How long an engine may lag behind itself, and between two tries. It hears of its own pauses and of the end of
+programs one after the other; and for each program whose streams are held by what it left running, it waits two seconds
+before it hears more."""
+
+AGENT = 61_999
+"""The user that programs run as."""
+HOLDER = 61_998
+"""The user of the program that holds the container: what runs in it cannot signal it."""
+
+
+class Cpu(msgspec.Struct, frozen=True, kw_only=True):
+    """As the engine counts."""
+
+    shares: int
+    quota: int
+    cpuset: str
+    """The CPUs that all of it may use."""
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an image is like."""
+
+    id: str
+    env: dict[str, str]
+    directory: str
+    """Where commands start, if the image says so."""
+    programs: frozenset[str] | None = None
+    """Which of those that make a difference are in it. None: nobody has looked yet."""
+
+    def has(self, program: str) -> bool:
+        return self.programs is not None and program in self.programs
+
+
+UNKNOWN = Traits(id="", env={}, directory="")
+
+
+class Claim:
+    """One running action, from before its start to its end."""
+
+    def __init__(self, *, reserved: int, limit: int, cpus: tuple[int, ...]) -> None:
+        self.token = secrets.token_hex(16)
+        self.reserved = reserved
+        self.limit = limit
+        self.cpus = cpus
+        self.alone = True
+        """Nothing else was started in the container meanwhile."""
+        self.cpu_s = 0.0
+        self.throttled_s = 0.0
+        self.memory_kills = 0
+        self.memory_peak_bytes = 0
+
+
+class Container:
+    """One sandbox. Made by the manager, which fills in what comes to be known; runs from `started` on."""
+
+    def __init__(self, engine: Engine, *, name: str, sandbox: str, spec: SandboxSpec) -> None:
+        self.name = name
+        self.id = ""
+        self.sandbox = sandbox
+        self.spec = spec
+        self.image = UNKNOWN
+        self.ready = False
+        """Programs can be started in it."""
+        self.tokens: set[str] = set()
+        """Of all that was ever started in it."""
+        self.sessions: dict[str, Session] = {}
+        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why it is no more."""
+        self.opened = asyncio.Event()
+        """Nothing more is made of it: it is ready, or could not be opened."""
+        self.memory_events = 0
+        """How often the engine said that its memory was used up."""
+        self._engine = engine
+        self._claims: list[Claim] = []
+        self._visitors = 0
+        self._launches = 0
+        self._no_launch = asyncio.Event()
+        self._no_launch.set()
+        self._paused = False
+        self._lock = asyncio.Lock()
+        self._last = Reading()
+
+    def started(self, pid: int, cpu: Cpu) -> None:
+        self.meter = Meter(self.id, pid)
+        self._cpu = cpu
+        """What the engine was told last."""
+        self._all_cpus = cpu.cpuset
+
+    async def close(self) -> None:
+        """Let go of the shells in it."""
+        for session in self.sessions.values():
+            if session.shell is not None:
+                await session.shell.close()
+        self.sessions.clear()
+
+    @property
+    def user(self) -> int:
+        return 0 if self.spec.user == "root" else AGENT
+
+    def require(self) -> None:
+        if self.gone.done():
+            raise ManagerError(f"sandbox {self.sandbox} is gone: {self.gone.result()}", retry=False)
+
+    def lose(self, why: str) -> None:
+        if not self.gone.done():
+            self.gone.set_result(why)
+
+    async def kill(self) -> None:
+        """All that runs in it."""
+        with contextlib.suppress(ManagerError):
+            await self._change("kill", "kill a container")
+
+    # ---- who runs ----
+
+    async def enter(self, claim: Claim) -> None:
+        """The container runs, with the CPU of the action added. To be undone with `leave`, also if this fails."""
+        self.tokens.add(claim.token)
+        async with self._lock:
+            self._count()
+            claim.alone = not self._claims and not self._visitors
+            self._disturb()
+            if not self._claims:
+                self.meter.forget_memory_peak()
+            self._claims.append(claim)
+            await self._settle()
+
+    async def leave(self, claim: Claim) -> None:
+        """Its CPU is given back; without any action the container stands still."""
+        async with self._lock:
+            if claim not in self._claims:
+                return
+            self._count()
+            self._claims.remove(claim)
+            try:
+                await self._settle()
+            except ManagerError as error:
+                # It would run on without an action that holds units for it.
+                self.lose(f"it could not be made to stand still: {error}")
+                await self.kill()
+
+    async def settle(self) -> None:
+        """After the grant of a running action has changed."""
+        async with self._lock:
+            await self._settle()
+
+    @contextlib.asynccontextmanager
+    async def visit(self) -> AsyncIterator[None]:
+        """The container runs meanwhile, with the CPU that it had last. What actions left running runs as well."""
+        async with self._lock:
+            self._visitors += 1
+            self._disturb()
+            try:
+                await self._settle()
+            except BaseException:
+                self._visitors -= 1
+                raise
+        try:
+            yield
+        finally:
+            await to_its_end(self._end_visit())
+
+    async def _end_visit(self) -> None:
+        async with self._lock:
+            self._visitors -= 1
+            with contextlib.suppress(ManagerError):  # whoever comes next will see it
+                await self._settle()
+
+    def _disturb(self) -> None:
+        for claim in self._claims:
+            claim.alone = False
+
+    @contextlib.asynccontextmanager
+    async def launching(self) -> AsyncIterator[None]:
+        """For whoever has entered or visits: it does not stand still while a program is being started. The engine
+        would wait for ever for a program that stands still half-way, and the container with it."""
+        async with self._lock:
+            self.require()
+            self._launches += 1
+            self._no_launch.clear()
+        try:
+            yield
+        finally:
+            self._launches -= 1
+            if not self._launches:
+                self._no_launch.set()
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Nothing in it runs meanwhile, actions included, and nobody enters or leaves."""
+        async with self._lock:
+            self.require()
+            try:
+                await to_its_end(self._pause())
+                yield
+            finally:
+                await to_its_end(self._settle())
+
+    # ---- what the engine is told ----
+
+    async def _settle(self) -> None:
+        if self.gone.done():
+            return
+        await to_its_end(self._tell())
+
+    async def _tell(self) -> None:
+        """First the CPU, then let it run: what was left running gets no more than it should for a moment."""
+        if not self._claims and not self._visitors:
+            await self._pause()
+            return
+        if self._claims:
+            wanted = self._wanted()
+            if wanted != self._cpu:
+                await self._update(wanted)
+        if self._paused:
+            await self._change("unpause", "let a container run")
+            self._paused = False
+
+    async def _pause(self) -> None:
+        if not self._paused:
+            await self._no_launch.wait()
+            await self._change("pause", "let a container stand still")
+            self._paused = True
+
+    def _wanted(self) -> Cpu:
+        cpuset = self._all_cpus
+        if len(self._claims) == 1 and not self.image.has("taskset"):
+            cpuset = ",".join(map(str, self._claims[0].cpus))
+        return cpu_of(
+            reserved=sum(claim.reserved for claim in self._claims),
+            limit=sum(claim.limit for claim in self._claims),
+            cpuset=cpuset,
+        )
+
+    async def _update(self, cpu: Cpu) -> None:
+        await self._engine.json(
+            "POST", f"/containers/{self.id}/update", what="change the CPU of a container", body=cpu_fields(cpu)
+        )
+        self._cpu = cpu
+
+    async def _change(self, verb: str, what: str) -> None:
+        """Of an engine that lags behind itself, and refuses because it believes that an earlier change was undone. What
+        it says for too long is so: somebody else did it."""
+        give_up = time.monotonic() + LAG_S
+        while True:
+            try:
+                await self._engine.json("POST", f"/containers/{self.id}/{verb}", what=what)
+                return
+            except EngineRefused as error:
+                if not any(words in error.answer for words in ("is already paused", "is not paused")):
+                    raise
+                if time.monotonic() > give_up or self.gone.done():
+                    return
+            await asyncio.sleep(LAG_PAUSE_S)
+
+    # ---- what was used ----
+
+    def _count(self) -> None:
+        """What was used since the last time is divided among those who ran."""
+        reading = self.meter.read(self.memory_events)
+        if reading is None:
+            return
+        count = len(self._claims)
+        for claim in self._claims:
+            claim.cpu_s += max(0.0, reading.cpu_s - self._last.cpu_s) / count
+            claim.throttled_s += max(0.0, reading.throttled_s - self._last.throttled_s) / count
+            claim.memory_kills += reading.memory_kills - self._last.memory_kills
+            claim.memory_peak_bytes = reading.memory_peak_bytes
+        self._last = reading
+
+    def used(self, claim: Claim) -> float | None:
+        """CPU seconds of a running action so far; None if that is not seen from here."""
+        reading = self.meter.read(0)
+        if self.meter.group is None or reading is None:
+            return None
+        since = max(0.0, reading.cpu_s - self._last.cpu_s) / len(self._claims) if claim in self._claims else 0.0
+        return claim.cpu_s + since
+
+
+def cpu_of(*, reserved: int, limit: int, cpuset: str) -> Cpu:
+    """Milli-cores as weight and quota."""
+    return Cpu(
+        shares=min(max(reserved * WEIGHT_PER_CORE_V1 // CORE, WEIGHT_MIN_V1), WEIGHT_MAX_V1),
+        quota=max(QUOTA_MIN_US, limit * PERIOD_US // CORE),
+        cpuset=cpuset,
+    )
+
+
+def cpu_fields(cpu: Cpu) -> dict[str, int | str]:
+    """As the engine names them."""
+    return {"CpuShares": cpu.shares, "CpuPeriod": PERIOD_US, "CpuQuota": cpu.quota, "CpusetCpus": cpu.cpuset}

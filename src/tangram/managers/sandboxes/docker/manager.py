@@ -1,0 +1,384 @@
+"""The docker manager: sandboxes that are containers of a Docker engine on this machine.
+
+It needs no root and no control groups of its own, only the right to use the engine. It does what can be done through
+the engine's API: `update` gives a container the CPU that its actions were granted, `exec` runs them, `pause` lets it
+stand still in between. Owns every container and image with its label. Decides nothing. Promises what `managers.base`
+asks, as far as an engine lets it:
+
+- an engine limits containers, not programs: actions that run in one sandbox at the same time share the sum of their
+  grants. An image with `taskset` gives each its own CPUs; without it, an action sees its width in its environment, and
+  as CPUs only while it is the only one. An action keeps the CPUs that it started on;
+- `usage` is what the container used, see `meter`; what is ended by `stop`, see `processes`; files, see `filing`;
+- the disk limit holds where the engine can limit the disk of a container (overlay2 on xfs with pquota, btrfs, zfs);
+  elsewhere only a single file cannot be larger than it;
+- `user='root'` needs an engine with user namespaces (userns-remap, or rootless);
+- what an action leaves running should not hold its streams, but write to a file: the engine closes them some seconds
+  after the action, and until then it lags behind, so that the next action may start up to two seconds late.
+
+An image needs `sh` and `sleep`; `bash` for sessions; `stat`, `xargs` and `rm` to list and delete files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from tangram.core.action import Action
+from tangram.core.demand import CORE
+from tangram.core.messages import Grant, Pool, cpu_node
+from tangram.errors import FileFailed, ManagerError
+from tangram.managers.base import FiledApart, Lease
+from tangram.managers.sandboxes.cpuset_allocator import Cores
+from tangram.managers.sandboxes.docker.container import HOLDER, NOT_FOUND, Container, Cpu, cpu_fields, cpu_of
+from tangram.managers.sandboxes.docker.engine import CONNECT_S, Engine, EngineRefused, Json, gather_bounded, to_its_end
+from tangram.managers.sandboxes.docker.files import Filing
+from tangram.managers.sandboxes.docker.images import Images
+from tangram.managers.sandboxes.docker.leases import Errand, ProgramLease, SessionLease
+from tangram.managers.sandboxes.docker.owners import OWNER, SANDBOX, is_dead, own_name
+from tangram.managers.sandboxes.docker.programs import Programs
+from tangram.managers.sandboxes.machine import Machine
+from tangram.managers.work import GIB, MIB, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
+from tangram.processes.streams import Output
+
+DEFAULT_IMAGE = "debian:stable-slim"
+MEMORY_BYTES_MIN = 6 * MIB
+"""The least that an engine takes; less is rounded up."""
+OWN_PROCESSES = 2
+"""In every container: its init, and the program that holds it."""
+HOLD = ["sleep", "infinity"]
+ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
+"""Of root in a user namespace: what installing packages takes. They say nothing outside of it."""
+REMOVALS_AT_ONCE = 8
+REMOVAL_TRIES, REMOVAL_PAUSE_S = 20, 0.1
+"""Of a container whose files are still in use, or that another request removes already."""
+RELISTEN_S, RELISTEN_S_MAX = 0.1, 5.0
+"""Between two tries to hear an engine again that has ended: at first, and after some time."""
+PROBE_SCRIPT = 'for p in bash taskset; do if command -v "$p" >/dev/null; then echo "$p"; fi; done'
+
+
+class DockerManager(FiledApart):
+    backend = "docker"
+    isolates = True
+
+    def __init__(
+        self,
+        *,
+        socket: str = "/var/run/docker.sock",
+        image: str = DEFAULT_IMAGE,
+        cores: float | None = None,
+        memory_bytes: int | None = None,
+        node: str = "local",
+    ) -> None:
+        self.node = node
+        self._machine = Machine.of_this(cores=cores, memory_bytes=memory_bytes)
+        self._cores = Cores(round(self._machine.cores * CORE), self._machine.cpus, self._machine.cpus_by_cell)
+        self._owner = own_name()
+        self._engine = Engine(socket)
+        self._programs = Programs(self._engine)
+        self._filing: Filing = Filing(self._engine, self._programs, self._found)
+        self._images = Images(self._engine, self._owner, image)
+        self._remaps_users = False
+        self._limits_disk = True
+        """Until the engine says that it cannot."""
+        self._containers: dict[str, Container] = {}
+        """By sandbox."""
+        self._by_id: dict[str, Container] = {}
+        self._starting: set[asyncio.Future[None]] = set()
+        self._leases: set[ProgramLease] = set()
+        self._heard = asyncio.Event()
+        """The engine tells its events."""
+        self._listening: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def pools(self) -> tuple[Pool, ...]:
+        machine = self._machine
+        return cpu_node(self.node, machine.cores, machine.memory_bytes / GIB, numa_nodes=len(machine.cpus_by_cell) or 1)
+
+    # ---- the owner's life ----
+
+    async def __aenter__(self) -> Self:
+        await self._engine.connect()
+        try:
+            info = await self._engine.json("GET", "/info", what="describe itself")
+            options = info.get("SecurityOptions") or []
+            self._remaps_users = any(option.split(",")[0] in ("name=userns", "name=rootless") for option in options)
+            self._listening = asyncio.create_task(self._listen())
+            heard = asyncio.ensure_future(self._heard.wait())
+            await asyncio.wait([heard, self._listening], timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
+            heard.cancel()
+            self._require_open()
+            await self._remove_all(is_dead)
+        except BaseException:
+            await to_its_end(self._leave())
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await to_its_end(self._leave())
+
+    async def _leave(self) -> None:
+        self._closing = True
+        for container in self._by_id.values():
+            container.lose("the manager was closed")
+        if self._starting:
+            await asyncio.wait(self._starting)  # what is being made must be there to be removed
+        await asyncio.gather(*(lease.wait() for lease in self._leases), return_exceptions=True)
+        try:
+            await self._remove_all(lambda owner: owner == self._owner)
+        finally:
+            for container in self._containers.values():
+                await container.close()
+            self._containers.clear()
+            self._by_id.clear()
+            if self._listening is not None:
+                self._listening.cancel()
+                await asyncio.gather(self._listening, return_exceptions=True)
+            await self._engine.close()
+
+    async def _remove_all(self, of_owner: Callable[[str], bool]) -> None:
+        """Containers first: an image in use cannot be removed."""
+        query = {"all": "true", "filters": json.dumps({"label": [OWNER]})}
+        listed = await self._engine.json("GET", "/containers/json", what="list containers", query=query)
+        ids = [found["Id"] for found in listed if of_owner(found["Labels"].get(OWNER, ""))]
+        failures = await gather_bounded(REMOVALS_AT_ONCE, [self._remove(id) for id in ids])
+        await self._images.remove_all(of_owner)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    async def _remove(self, container: str) -> None:
+        """By id or name. It need not be there."""
+        path, query = f"/containers/{container}", {"force": "true", "v": "true"}
+        for tries_left in reversed(range(REMOVAL_TRIES)):
+            try:
+                await self._engine.json("DELETE", path, what="remove a container", query=query)
+                return
+            except EngineRefused as error:
+                if error.status == NOT_FOUND:
+                    return
+                if not tries_left:
+                    raise
+                await asyncio.sleep(REMOVAL_PAUSE_S)
+
+    # ---- what the engine tells ----
+
+    async def _listen(self) -> None:
+        """An engine that ends takes its containers along, or at least our streams to the programs in them."""
+        filters = {"type": ["container"], "event": ["die", "exec_die", "oom"], "label": [f"{OWNER}={self._owner}"]}
+        pause_s = RELISTEN_S
+        while True:
+            with contextlib.suppress(ManagerError, ValueError):
+                await self._engine.events(filters, self._heard.set, self._on_event)
+            if self._heard.is_set():
+                pause_s = RELISTEN_S
+            self._heard.clear()
+            for container in self._by_id.values():
+                container.lose("the Docker engine ended")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RELISTEN_S_MAX)
+
+    def _on_event(self, event: Json) -> None:
+        actor = event["Actor"]
+        container = self._by_id.get(actor["ID"])
+        if event["Action"] == "exec_die":
+            self._programs.on_exec_die(actor["Attributes"]["execID"], int(actor["Attributes"]["exitCode"]))
+        elif container is not None and event["Action"] == "oom":
+            container.memory_events += 1
+        elif container is not None and event["Action"] == "die":
+            container.lose(f"its container ended with exit code {actor['Attributes'].get('exitCode', '?')}")
+
+    def _require_open(self) -> None:
+        if self._closing:
+            raise ManagerError("the docker manager is closed", retry=False)
+        if not self._heard.is_set():
+            raise ManagerError(f"the Docker engine at {self._engine.socket} ended; it is tried again and again")
+
+    # ---- leases ----
+
+    async def start(self, action: Action, grant: Grant, work: Work, output: Output | None = None) -> Lease:
+        self._require_open()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._starting.add(done)
+        try:
+            return await self._start(action, grant, work, output)
+        finally:
+            self._starting.discard(done)
+            done.set_result(None)
+
+    async def _start(self, action: Action, grant: Grant, work: Work, output: Output | None) -> Lease:
+        if isinstance(work, Exec):
+            return await self._start_program(action, grant, work, output)
+        if isinstance(work, Open):
+            await self._open(action.sandbox, work.spec)
+        elif isinstance(work, Close):
+            await self._close(action.sandbox)
+        elif isinstance(work, Prepare):
+            raise ManagerError("the docker backend makes no sandboxes ahead; use the sandbox backend", retry=False)
+        else:
+            assert isinstance(work, Commit)
+            await self._images.commit(self._found(action.sandbox), work.image)
+        return Errand(Ended())
+
+    def _found(self, sandbox: str) -> Container:
+        container = self._containers.get(sandbox)
+        if container is None or not container.ready:
+            raise ManagerError(f"there is no sandbox {sandbox}: it was closed, or never opened", retry=False)
+        container.require()
+        return container
+
+    async def _start_program(self, action: Action, grant: Grant, work: Exec, output: Output | None) -> Lease:
+        lease = (SessionLease if work.session else ProgramLease)(
+            action.id,
+            grant,
+            work,
+            output,
+            container=self._found(action.sandbox),
+            programs=self._programs,
+            cores=self._cores,
+        )
+        await lease.begin(self._leases.discard)
+        self._leases.add(lease)
+        return lease
+
+    # ---- sandboxes ----
+
+    async def _open(self, sandbox: str, spec: SandboxSpec) -> None:
+        if sandbox in self._containers:
+            raise ManagerError(f"sandbox {sandbox} is open already", retry=False)
+        if spec.user == "root" and not self._remaps_users:
+            raise ManagerError(
+                "root in a container is root of the machine, unless the Docker engine maps users: "
+                "start it with --userns-remap=default, or use user='agent'",
+                retry=False,
+            )
+        container = Container(self._engine, name=f"tangram-{secrets.token_hex(8)}", sandbox=sandbox, spec=spec)
+        self._containers[sandbox] = container
+        try:
+            await self._make(container)
+        except BaseException as error:
+            self._by_id.pop(container.id, None)
+            await to_its_end(self._remove(container.name))
+            del self._containers[sandbox]
+            if isinstance(error, FileFailed):
+                raise ManagerError(f"the image of {sandbox} cannot be used: {error}", retry=False) from error
+            raise
+        finally:
+            container.opened.set()
+
+    async def _make(self, container: Container) -> None:
+        container.image = image = await self._images.find(container.spec.image)
+        cpu = cpu_of(reserved=CORE, limit=CORE, cpuset=",".join(map(str, self._machine.cpus)))
+        await to_its_end(self._create(container, cpu))
+        self._by_id[container.id] = container
+        await self._filing.make_directories(container)
+        await self._engine.json("POST", f"/containers/{container.id}/start", what="start a container")
+        container.started(await self._running(container), cpu)
+        if image.programs is None:
+            try:
+                answer = await self._programs.ask(container, PROBE_SCRIPT)
+            except ManagerError:
+                await self._running(container)  # it may have ended meanwhile, which says more
+                raise
+            container.image = self._images.learn(image, answer.stdout.decode(errors="replace").split())
+        await container.settle()
+        self._require_open()
+        container.require()
+        container.ready = True
+
+    async def _running(self, container: Container) -> int:
+        """Its first process. Raises ManagerError if it has ended."""
+        found = await self._engine.json("GET", f"/containers/{container.id}/json", what="describe a container")
+        state = found["State"]
+        if not state["Running"]:
+            raise ManagerError(
+                f"the container of {container.sandbox} ended at once with exit code {state['ExitCode']}; "
+                f"expected that `{' '.join(HOLD)}` runs in its image {container.spec.image}",
+                retry=False,
+            )
+        return int(state["Pid"])
+
+    async def _create(self, container: Container, cpu: Cpu) -> None:
+        """With a limit of the disk, unless the engine says that it cannot."""
+        limits_disk = self._limits_disk
+        try:
+            made = await self._ask_to_create(container, cpu, limits_disk)
+        except EngineRefused as error:
+            if not limits_disk or "storage-opt" not in error.answer:
+                raise
+            self._limits_disk = False
+            made = await self._ask_to_create(container, cpu, limits_disk=False)
+        container.id = made["Id"]
+
+    async def _ask_to_create(self, container: Container, cpu: Cpu, limits_disk: bool) -> Json:
+        body = create_body(container, cpu, self._owner, limits_disk=limits_disk)
+        query = {"name": container.name}
+        return await self._engine.json("POST", "/containers/create", what="make a container", query=query, body=body)
+
+    async def _close(self, sandbox: str) -> None:
+        """What runs in it ends. It can be tried again if it fails."""
+        container = self._containers.get(sandbox)
+        if container is None:
+            return
+        container.lose("it was closed")
+        await container.opened.wait()  # what is being made must be there to be removed
+        if self._containers.get(sandbox) is not container:
+            return  # it could not be opened, or another one was faster
+        await to_its_end(self._remove(container.name))
+        await to_its_end(container.close())
+        self._containers.pop(sandbox, None)
+        self._by_id.pop(container.id, None)
+        await self._images.remove_forgotten()
+
+    # ---- images ----
+
+    async def add_image(self, path: str) -> str:
+        return await self._images.add(path)
+
+    async def recall_image(self, key: str) -> str:
+        return await self._images.recall(key)
+
+    async def remember_image(self, key: str, name: str) -> None:
+        await self._images.remember(key, name)
+
+    async def forget_image(self, name: str) -> None:
+        await self._images.forget(name)
+
+
+def create_body(container: Container, cpu: Cpu, owner: str, *, limits_disk: bool) -> Json:
+    """How the container is made."""
+    spec = container.spec
+    user = 0 if spec.user == "root" else HOLDER
+    ulimits = {"nofile": spec.open_files_max, "core": 0}
+    if not limits_disk:
+        ulimits["fsize"] = spec.disk_bytes
+    return {
+        "Image": container.image.id,
+        "Entrypoint": HOLD,
+        "Cmd": [],
+        "User": f"{user}:{user}",
+        "Hostname": "sandbox",
+        "Labels": {OWNER: owner, SANDBOX: container.sandbox},
+        "Healthcheck": {"Test": ["NONE"]},
+        "HostConfig": {
+            **cpu_fields(cpu),
+            "Memory": max(spec.memory_bytes, MEMORY_BYTES_MIN),
+            "MemorySwap": max(spec.memory_bytes, MEMORY_BYTES_MIN),
+            "PidsLimit": spec.processes_max + OWN_PROCESSES,
+            "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in ulimits.items()],
+            "StorageOpt": {"size": str(spec.disk_bytes)} if limits_disk else {},
+            "NetworkMode": "host" if spec.network else "none",
+            "CapDrop": ["ALL"],
+            "CapAdd": ROOT_CAPABILITIES if user == 0 else [],
+            "SecurityOpt": ["no-new-privileges"],
+            "Init": True,
+            "LogConfig": {"Type": "none"},
+            "IpcMode": "private",
+        },
+    }

@@ -1,0 +1,304 @@
+"""A private Docker engine for tests: own socket, own files, own control groups, no network of its own.
+
+Owns one dockerd and all that it starts. Never touches an engine of the machine, and no registry is asked: the image is
+made of programs of this machine. Promises that after `stop` nothing is left: no process, no mount, no control group
+and no file.
+
+    python tests/managers/sandboxes/docker/docker_engine.py
+
+starts one, says where, and stops it at Ctrl-C or the end of its input
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tangram.managers.sandboxes.docker import DockerManager
+
+START_S = 20.0
+STOP_S = 20.0
+"""Each takes a fraction of a second on a machine that has nothing else to do."""
+
+IMAGE = "tangram-test:host"
+"""Bash and the usual small programs of this machine."""
+BARE_IMAGE = "tangram-test:bare"
+"""No more than an `sh`, a `sleep` and a `cat`: no bash, no taskset."""
+
+PROGRAMS = (
+    *("bash", "sh", "cat", "chmod", "cp", "cut", "date", "dd", "df", "dirname", "echo", "env", "expr", "false", "find"),
+    *("grep", "head", "hostname", "id", "kill", "ln", "ls", "mkdir", "mkfifo", "mktemp", "mv", "nohup", "nproc"),
+    *(
+        "od",
+        "pkill",
+        "printf",
+        "ps",
+        "pwd",
+        "readlink",
+        "rm",
+        "rmdir",
+        "sed",
+        "seq",
+        "setsid",
+        "sha256sum",
+        "sleep",
+        "sort",
+        "stat",
+    ),
+    *("stty", "sync", "tail", "tar", "taskset", "tee", "test", "timeout", "touch", "tr", "true", "truncate", "uname"),
+    *("uniq", "wc", "whoami", "xargs", "yes", "prlimit", "printenv"),
+)
+BARE_PROGRAMS = ("sh", "sleep", "cat")
+DIRECTORIES = ("bin", "dev", "etc", "proc", "sys", "tmp", "usr")
+
+
+def why_not() -> str:
+    """Why no engine can be started here; empty when it can."""
+    if os.geteuid() != 0:
+        return "a private Docker engine needs root"
+    for program in ("dockerd", "containerd", "runc", "unshare", "setpriv"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed; on Debian and Ubuntu: apt install docker.io"
+    return ""
+
+
+class PrivateEngine:
+    """Started by `start`; `socket` is where it listens."""
+
+    def __init__(self, *, hides_processes: bool = False, maps_users: bool = False) -> None:
+        self._hides_processes = hides_processes
+        """Own process ids too, as of an engine on another machine."""
+        self._maps_users = maps_users
+        """Root in a container is nobody outside."""
+        self.directory = Path(tempfile.mkdtemp(prefix="tangram-docker-", dir="/tmp"))
+        self.socket = str(self.directory / "docker.sock")
+        self._cgroup = self.directory.name
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        (self.directory / "daemon.json").write_text("{}")  # not the one of the machine
+        # It ends with this process. Mounts of its own: they vanish with its last process, however that ends.
+        unshare = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount"]
+        if self._hides_processes:
+            unshare[2] = "KILL"
+            unshare += ["--pid", "--fork", "--kill-child", "--mount-proc"]
+        with open(self.directory / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                [*unshare, *self._mapping(), "dockerd", *self._options()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        give_up = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > give_up:
+                tail = (self.directory / "log").read_text(errors="replace")[-2000:]
+                self.stop()
+                raise RuntimeError(f"dockerd did not start:\n{tail}")
+            time.sleep(0.02)
+
+    def _options(self) -> list[str]:
+        return [
+            f"--host=unix://{self.socket}",
+            f"--data-root={self.directory}/data",
+            f"--exec-root={self.directory}/exec",
+            f"--pidfile={self.directory}/pid",
+            f"--cgroup-parent=/{self._cgroup}",
+            f"--config-file={self.directory}/daemon.json",
+            "--log-level=warn",
+            *("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false"),
+            *("--storage-driver=overlay2", "--exec-opt=native.cgroupdriver=cgroupfs"),
+            *(["--userns-remap=daemon:daemon"] if self._maps_users else []),
+        ]
+
+    def _mapping(self) -> list[str]:
+        """Sees ranges of users that only it sees."""
+        if not self._maps_users:
+            return []
+        self.directory.chmod(0o711)
+        for name in ("subuid", "subgid"):
+            (self.directory / name).write_text("daemon:200000:65536\n")
+        script = 'for n in subuid subgid; do mount --bind "$0/$n" /etc/$n; done; exec "$@"'
+        return ["sh", "-ec", script, str(self.directory)]
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.ask("GET", "/_ping")[0] == 200
+        return False
+
+    def ask(self, method: str, path: str, body: bytes = b"", kind: str = "application/x-tar") -> tuple[int, bytes]:
+        """One request, apart from the manager under test."""
+        connection = HTTPConnection("engine", timeout=START_S)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        try:
+            connection.sock.connect(self.socket)
+            connection.request(method, path, body, {"Content-Type": kind})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def containers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.ask("GET", "/containers/json?all=1")[1])
+        return found
+
+    def images(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.ask("GET", "/images/json?all=1")[1])
+        return found
+
+    def load(self, name: str, programs: tuple[str, ...]) -> None:
+        """An image of these programs of this machine and the libraries that they need."""
+        repository, _, tag = name.partition(":")
+        status, answer = self.ask("POST", f"/images/create?fromSrc=-&repo={repository}&tag={tag}", packed(programs))
+        if status != 200 or b'"error"' in answer:
+            raise RuntimeError(f"the engine did not take the image {name}: {status} {answer!r}")
+
+    def stop(self) -> None:
+        self.end()
+        shutil.rmtree(self.directory)
+
+    def end(self) -> None:
+        """By its id; then all that it started, if it could not clean up itself. Its files stay."""
+        process, self._process = self._process, None
+        if process is not None:
+            for pid in children(process.pid) if self._hides_processes else [process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._kill_rest()
+        self._remove_cgroups()
+
+    def _kill_rest(self) -> None:
+        """What names our directory in its command line is ours: containerd and the shims of an engine that died."""
+        give_up = time.monotonic() + STOP_S
+        while left := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._owns(pid)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._thaw()
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"processes {left} of the engine could not be killed")
+            time.sleep(0.01)
+
+    def _owns(self, pid: int) -> bool:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            group = Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            return False
+        return pid != os.getpid() and (f"{self.directory}/".encode() in command or f"/{self._cgroup}/" in group)
+
+    def _thaw(self) -> None:
+        """Who stands still in a container dies only when it runs."""
+        for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+            for file in Path("/sys/fs/cgroup").glob(f"*/{self._cgroup}/*/{name}"):
+                with contextlib.suppress(OSError):
+                    file.write_text(word)
+
+    def _remove_cgroups(self) -> None:
+        for root in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").iterdir()):
+            for below, _, _ in os.walk(root / self._cgroup, topdown=False):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(below)
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def packed(programs: tuple[str, ...]) -> bytes:
+    """A tar of a root file system with these programs. Those that the machine lacks are left out."""
+    paths: dict[str, str] = {}
+    for name in programs:
+        found = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
+        if found:
+            paths[f"bin/{name}"] = found
+    for library in libraries(list(paths.values())):
+        paths[library.lstrip("/")] = library
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", dereference=True) as tar:
+        for name in DIRECTORIES:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
+            tar.addfile(entry)
+        for name, source in paths.items():
+            with open(source, "rb") as file:
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mode = os.fstat(file.fileno()).st_size, 0o755
+                tar.addfile(entry, file)
+    return content.getvalue()
+
+
+def libraries(programs: list[str]) -> list[str]:
+    listing = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    words = (word for line in listing.splitlines() if not line.endswith(":") for word in line.split())
+    return sorted({word for word in words if word.startswith("/")})
+
+
+@contextlib.contextmanager
+def private_engine(*, hides_processes: bool = False, maps_users: bool = False) -> Iterator[PrivateEngine]:
+    """With both images in it."""
+    engine = PrivateEngine(hides_processes=hides_processes, maps_users=maps_users)
+    engine.start()
+    try:
+        engine.load(IMAGE, PROGRAMS)
+        engine.load(BARE_IMAGE, BARE_PROGRAMS)
+        yield engine
+    finally:
+        engine.stop()
+
+
+@functools.cache
+def shared_engine() -> str:
+    """The socket of an engine for as long as this process lives, kept by a process of its own: whatever becomes of this
+    one, that one sees the end of its input and cleans up."""
+    if (reason := why_not()) and os.environ.get("TANGRAM_DOCKER_TESTS") != "1":
+        pytest.skip(reason)
+    keeper = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    atexit.register(keeper.communicate)
+    assert keeper.stdout is not None
+    word, _, where = keeper.stdout.readline().decode().strip().partition("unix://")
+    if word != "DOCKER_HOST=":
+        raise RuntimeError("the keeper of the engine failed; what it said stands above")
+    return where
+
+
+async def docker_manager(root: Path) -> DockerManager:
+    """For the contract suite, which takes more than a minute with it. It keeps nothing below the directory."""
+    if os.environ.get("TANGRAM_DOCKER_TESTS") != "1":
+        pytest.skip("the contract suite runs on containers only with TANGRAM_DOCKER_TESTS=1")
+    return DockerManager(socket=shared_engine(), image=IMAGE)
+
+
+if __name__ == "__main__":
+    if reason := why_not():
+        sys.exit(reason)
+    with private_engine() as running, contextlib.suppress(KeyboardInterrupt):
+        print(f"DOCKER_HOST=unix://{running.socket}", flush=True)
+        sys.stdin.read()

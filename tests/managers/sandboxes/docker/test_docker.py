@@ -1,0 +1,866 @@
+"""The docker manager, on a private engine: real containers, made of programs of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import os
+import sys
+import tarfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.managers.sandboxes.docker.docker_engine import BARE_IMAGE, IMAGE, PrivateEngine, private_engine, why_not
+
+from tangram.core.action import Action
+from tangram.core.demand import Demand, cores
+from tangram.core.messages import Grant, Share
+from tangram.errors import FileFailed, InvalidConfig, ManagerError
+from tangram.managers.base import Lease
+from tangram.managers.sandboxes.docker import DockerManager
+from tangram.managers.sandboxes.docker.engine import _version_prefix
+from tangram.managers.sandboxes.docker.output_framing import Marked
+from tangram.managers.sandboxes.docker.owners import is_dead, own_name
+from tangram.managers.work import KIB, MIB, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
+from tangram.processes.streams import STDOUT, Output
+
+WAIT_S = 30.0
+"""For a condition that should come true at once."""
+WANTED = os.environ.get("TANGRAM_DOCKER_TESTS") == "1"
+"""Then no test is left out: without an engine they fail, and those run that need an engine of their own."""
+needs_own_engine = pytest.mark.skipif(not WANTED, reason="an engine of its own is started with TANGRAM_DOCKER_TESTS=1")
+SMALL = SandboxSpec(memory_bytes=64 * MIB)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[PrivateEngine]:
+    with started_engine() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def hiding_engine() -> Iterator[PrivateEngine]:
+    """Its processes are not seen from here, as those of an engine in a virtual machine."""
+    with started_engine(hides_processes=True) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _quick_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs here that do not end when they are asked to never will."""
+    monkeypatch.setattr("tangram.managers.sandboxes.docker.processes.STOP_GRACE_S", 0.3)
+
+
+@contextlib.contextmanager
+def started_engine(*, hides_processes: bool = False, maps_users: bool = False) -> Iterator[PrivateEngine]:
+    if (reason := why_not()) and not WANTED:
+        pytest.skip(reason)
+    with private_engine(hides_processes=hides_processes, maps_users=maps_users) as started:
+        yield started
+
+
+class Desk:
+    """Starts work with a manager the way a service does."""
+
+    def __init__(self, manager: DockerManager, engine: PrivateEngine) -> None:
+        self.manager = manager
+        self.engine = engine
+        self._count = 0
+
+    async def start(
+        self, work: Work, box: str = "box", *, units: int = 1000, limit: int = 0, output: Output | None = None
+    ) -> Lease:
+        self._count += 1
+        action = Action(id=f"a{self._count}", demand=Demand({"cpu": cores(1)}), sandbox=box)
+        grant = Grant(action.id, "local", (Share("cpu@local", units, limit or units),), limit or units)
+        return await self.manager.start(action, grant, work, output)
+
+    async def do(self, work: Work, box: str = "box", **options: Any) -> Ended:
+        return await asyncio.wait_for((await self.start(work, box, **options)).wait(), WAIT_S)
+
+    async def run(self, command: str | tuple[str, ...], box: str = "box", **fields: Any) -> Executed:
+        ended = await self.do(Exec(command=command, **fields), box)
+        assert not ended.lost and ended.executed is not None, ended
+        return ended.executed
+
+    async def text(self, command: str, box: str = "box", **fields: Any) -> str:
+        """What a command prints that should succeed."""
+        executed = await self.run(command, box, **fields)
+        assert executed.exit_code == 0, executed
+        return executed.stdout.decode()
+
+    def inspect(self, box: str = "box") -> Any:
+        name = self.manager._containers[box].name
+        return json.loads(self.engine.ask("GET", f"/containers/{name}/json")[1])
+
+
+@contextlib.asynccontextmanager
+async def opened(engine: PrivateEngine, spec: SandboxSpec | None = SMALL) -> AsyncIterator[Desk]:
+    async with DockerManager(socket=engine.socket, image=IMAGE) as manager:
+        desk = Desk(manager, engine)
+        if spec is not None:
+            await desk.do(Open(spec=spec))
+        yield desk
+
+
+def play(
+    engine: PrivateEngine, scene: Callable[[Desk], Coroutine[Any, Any, None]], spec: SandboxSpec | None = SMALL
+) -> None:
+    """Run a scene with one open sandbox; afterwards nothing may be left at the engine."""
+
+    async def whole() -> None:
+        async with opened(engine, spec) as desk:
+            await asyncio.wait_for(scene(desk), 3 * WAIT_S)
+
+    asyncio.run(whole())
+    assert engine.containers() == []
+    assert owned_images(engine) == []
+
+
+def owned_images(engine: PrivateEngine) -> list[Any]:
+    return [image for image in engine.images() if "tangram.owner" in (image["Labels"] or {})]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true"
+        await asyncio.sleep(0.01)
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_has_its_streams_apart_and_its_exit_code(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        executed = await desk.run("echo out; echo err >&2; exit 3")
+        assert (executed.stdout, executed.stderr, executed.exit_code) == (b"out\n", b"err\n", 3)
+        executed = await desk.run(("printf", "%s|", "a b", "$HOME", ""))
+        assert executed.stdout == b"a b|$HOME||"
+        assert (await desk.run(("no-such-program",))).exit_code == 127
+        assert (await desk.run("kill -9 $$")).exit_code == 137
+        assert (await desk.run(("cat",), stdin=b"x" * 300_000)).stdout == b"x" * 300_000
+
+    play(engine, scene)
+
+
+def test_a_program_is_told_where_it_is_who_it_is_and_how_wide_it_is(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        assert (
+            await desk.text("pwd; id -u; echo $HOME $MINE $OURS", env={"MINE": "1"})
+            == "/work\n61999\n/home/agent 1 2\n"
+        )
+        assert await desk.text("mkdir -p /work/d; touch ~/f") == ""
+        assert await desk.text("pwd", cwd="d") == "/work/d\n"
+        told = await desk.do(Exec(command="echo {cpus} $TANGRAM_CPUS $OMP_NUM_THREADS $(nproc)"), units=1000)
+        assert told.executed is not None and told.executed.stdout == b"1 1 1 1\n"
+        wide = await desk.do(Exec(command="echo {cpus} $(nproc)"), units=2000)
+        assert wide.executed is not None and wide.executed.stdout.split()[0] == b"2"
+
+    play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, env={"OURS": "2"}))
+
+
+def test_output_is_told_as_it_comes_and_kept_within_bounds(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        seen: list[tuple[int, bytes]] = []
+        work = Exec(command="echo first; while [ ! -e go ]; do sleep 0.01; done; seq 100000", capture_bytes_max=1000)
+        lease = await desk.start(work, output=lambda *piece: seen.append(piece))
+        await until(lambda: (STDOUT, b"first\n") in seen)
+        await desk.manager.write("box", "go", b"", mode=0o644)
+        executed = (await lease.wait()).executed
+        assert executed is not None and executed.stdout_bytes == len("first\n") + 588_895
+        assert b"not shown" in executed.stdout and len(executed.stdout) < 1200
+        assert b"".join(data for _, data in seen).endswith(b"\n100000\n")
+
+    play(engine, scene)
+
+
+def test_several_programs_run_in_one_sandbox_at_once(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        wait = "touch {0}; while [ ! -e {1} ]; do sleep 0.01; done; echo {0}"
+        first = await desk.start(Exec(command=wait.format("a", "b")))
+        second = await desk.start(Exec(command=wait.format("b", "a")))
+        for lease, word in ((first, b"a\n"), (second, b"b\n")):
+            executed = (await asyncio.wait_for(lease.wait(), WAIT_S)).executed
+            assert executed is not None and executed.stdout == word
+
+    play(engine, scene)
+
+
+def test_what_uses_up_the_memory_is_killed_and_that_is_said(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        ended = await desk.do(Exec(command="head -c 200m /dev/zero | tail | wc -c"))
+        assert ended.executed is not None and ended.executed.out_of_memory
+        assert ended.usage.memory_peak_bytes >= 60 * MIB
+        assert not (await desk.run("true")).out_of_memory, "of the action during which it happened only"
+
+    play(engine, scene)
+
+
+async def burn(desk: Desk) -> None:
+    burnt = await desk.do(Exec(command="timeout 0.5 sh -c 'while :; do :; done'"))
+    slept = await desk.do(Exec(command="sleep 0.1"))
+    assert 0.0 < slept.usage.cpu_s < burnt.usage.cpu_s < 5.0
+    assert burnt.usage.memory_peak_bytes > 100 * KIB
+
+
+def test_usage_counts_what_a_program_burnt(engine: PrivateEngine) -> None:
+    play(engine, burn)
+
+
+@needs_own_engine
+def test_usage_is_told_from_inside_where_processes_are_not_seen(hiding_engine: PrivateEngine) -> None:
+    play(hiding_engine, burn)
+
+
+# ---- CPU and standing still -----------------------------------------------------------------------------------------
+
+
+def test_a_container_has_the_cpu_of_its_running_actions_together(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        def cpu() -> tuple[int, float]:
+            host = desk.inspect()["HostConfig"]
+            return host["CpuShares"], host["CpuQuota"] / host["CpuPeriod"]
+
+        first = await desk.start(Exec(command="sleep 1000"), units=500, limit=1000)
+        assert cpu() == (512, 1.0)
+        second = await desk.start(Exec(command="sleep 1000"), units=1000, limit=2000)
+        assert cpu() == (1536, 3.0)
+        second.resize(reserved=250, limit=500)
+        await until(lambda: cpu() == (768, 1.5))
+        await first.stop()
+        assert cpu() == (256, 0.5)
+        await second.stop()
+
+    play(engine, scene)
+
+
+def test_the_engine_is_not_asked_for_what_is_so_already(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        async def updates() -> int:
+            filters = '{"event":["update"]}'
+            _, answer = engine.ask("GET", f"/events?since={began}&until={time.time():.3f}&filters={filters}")
+            return len(answer.splitlines())
+
+        began = f"{time.time():.3f}"
+        for _ in range(3):
+            await desk.do(Exec(command="true"), units=500)
+        assert await updates() == 1
+        await desk.do(Exec(command="true"), units=700)
+        assert await updates() == 2
+
+    play(engine, scene)
+
+
+def test_nothing_in_a_sandbox_runs_while_no_action_does(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        assert desk.inspect()["State"]["Paused"]
+        await desk.run("while :; do echo >>ticks; sleep 0.01; done >/dev/null 2>&1 &")
+        assert desk.inspect()["State"]["Paused"]
+        ticks = len(await desk.manager.read("box", "ticks", bytes_max=MIB))
+        assert len(await desk.manager.read("box", "ticks", bytes_max=MIB)) == ticks
+        await desk.text("n=$(wc -l <ticks); while [ $(wc -l <ticks) -lt $((n + 5)) ]; do sleep 0.01; done")
+        assert desk.inspect()["State"]["Paused"]
+        assert len(await desk.manager.read("box", "ticks", bytes_max=MIB)) > ticks, "it ran on beside an action"
+
+    play(engine, scene)
+
+
+def test_what_is_left_running_with_the_streams_does_not_delay_the_end(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        for number in range(3):
+            assert await desk.text(f"sleep 100{number} & echo left") == "left\n"
+        assert await desk.text("exit 0", session="s") == ""
+        await desk.run("sleep 1003 &", session="t")
+        ended = await desk.run("exit 4", session="t")
+        assert (ended.exit_code, ended.session_ended) == (4, True)
+        assert sorted((await desk.text("ps -eo args | grep ^sleep.100")).split("\n"))[1:] == [
+            f"sleep 100{number}" for number in range(4)
+        ]
+
+    play(engine, scene)
+
+
+def test_without_taskset_the_container_has_the_cpus_of_its_only_action(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        await desk.do(Open(spec=SandboxSpec(image=BARE_IMAGE)), "bare")
+        show = (
+            "while read -r key value; do case $key in Cpus_allowed_list:) echo $value;; esac; done </proc/self/status"
+        )
+        ended = await desk.do(Exec(command=show), "bare", units=1000)
+        assert ended.executed is not None and ended.executed.stdout.strip().isdigit(), "one CPU, not a range"
+        with pytest.raises(ManagerError, match="bash"):
+            await desk.run("true", "bare", session="s")
+
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this machine has one CPU")
+    play(engine, scene, None)
+
+
+# ---- stopping -------------------------------------------------------------------------------------------------------
+
+TREE = "trap '' TERM; (setsid sleep 2001 &); env -i sleep 2002 & (env -i setsid sleep 2003 &); sleep 2004 & sleep 2005"
+
+
+def test_stop_ends_all_that_the_action_started_and_nothing_else(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        await desk.run("sleep 2000 & env -i setsid sleep 2006 &")
+        lease = await desk.start(Exec(command=TREE))
+        await asyncio.wait_for(lease.stop(), WAIT_S)
+        executed = (await lease.wait()).executed
+        assert executed is not None and executed.exit_code is None
+        left = (await desk.text("ps -eo args | grep ^sleep.2 | sort")).splitlines()
+        assert left == ["sleep 2000", "sleep 2006"]
+
+    play(engine, scene)
+
+
+def test_stop_does_not_touch_an_action_that_runs_beside(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        beside = await desk.start(Exec(command="sleep 2100 & while [ ! -e go ]; do sleep 0.01; done; jobs"))
+        lease = await desk.start(Exec(command="sleep 2101 & setsid sleep 2102"))
+        await asyncio.wait_for(lease.stop(), WAIT_S)
+        await desk.manager.write("box", "go", b"", mode=0o644)
+        executed = (await asyncio.wait_for(beside.wait(), WAIT_S)).executed
+        assert executed is not None and executed.exit_code == 0 and b"sleep 2100" in executed.stdout
+        assert await desk.text("ps -eo args | grep ^sleep.2") == "sleep 2100\n"
+
+    play(engine, scene)
+
+
+def test_stop_outruns_a_program_that_forks_all_the_time(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        lease = await desk.start(Exec(command="trap '' TERM; f() { sleep 0.01; f & f & wait; }; f"))
+        await asyncio.wait_for(lease.stop(), WAIT_S)
+        assert (await desk.text("ps -e | wc -l")).strip() == "7", "head line, init, holder, and this command's four"
+
+    play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, processes_max=60))
+
+
+@needs_own_engine
+def test_stop_works_from_inside_where_processes_are_not_seen(hiding_engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        await desk.run("sleep 2200 &")
+        lease = await desk.start(Exec(command="trap '' TERM; (setsid sleep 2201 &); sleep 2202 & sleep 2203"))
+        await asyncio.wait_for(lease.stop(), WAIT_S)
+        assert await desk.text("ps -eo args | grep ^sleep.2") == "sleep 2200\n"
+        held = await desk.start(Exec(command="sleep 2204", session="s"))
+        await asyncio.wait_for(held.stop(), WAIT_S)
+        executed = (await held.wait()).executed
+        assert executed is not None and executed.session_ended
+        assert await desk.text("ps -eo args | grep -e ^sleep.2 -e ^bash.--no") == "sleep 2200\n"
+
+    play(hiding_engine, scene)
+
+
+def test_a_start_that_is_cancelled_leaves_nothing_running(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        for delay_s in (0.0, 0.01, 0.03, 0.05):
+            starting = asyncio.create_task(desk.start(Exec(command="sleep 2300")))
+            await asyncio.sleep(delay_s)
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await starting).stop()
+        assert desk.inspect()["State"]["Paused"]
+        assert (await desk.run("ps -eo args | grep ^sleep.2")).stdout == b""
+
+    play(engine, scene)
+
+
+# ---- sessions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_directory_variables_and_functions(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        assert await desk.text("pwd; cd /tmp; x=1; f() { echo f$x; }", session="s") == "/work\n"
+        assert await desk.text("pwd; f; echo $MINE", session="s", env={"MINE": "2"}) == "/tmp\nf1\n2\n"
+        assert (await desk.run("echo err >&2; false", session="s")).exit_code == 1
+        assert await desk.text("break; echo never", session="s") == ""
+        assert await desk.text("exec >/work/log; echo hidden", session="s") == ""
+        assert await desk.text("cat /work/log >/dev/stderr; cd -- /; f", session="s") == ""
+        assert await desk.text("cat log") == "hidden\nf1\n"
+        assert await desk.text("echo ${x:-unset}", session="other") == "unset\n"
+        wide = await desk.do(Exec(command="echo $TANGRAM_CPUS; cat", session="other"), units=2000)
+        assert wide.executed is not None and wide.executed.stdout == b"2\n", "and its input is empty"
+
+    play(engine, scene)
+
+
+def test_the_end_of_a_session_is_said(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        for command, code in (("exit 5", 5), ("exec true", 0), ("kill -9 $$", 137), ("set -e; false", 1)):
+            await desk.run("x=1", session="s")
+            executed = await desk.run(command, session="s")
+            assert (executed.exit_code, executed.session_ended) == (code, True), command
+        assert await desk.text("echo ${x:-fresh}", session="s") == "fresh\n"
+        await desk.run("pkill -9 -f '[_]_tangram_exit'")
+        assert await desk.text("echo ${x:-anew}", session="s") == "anew\n", "another action has killed it"
+        await desk.run("sleep 2400 &", session="s")
+        lease = await desk.start(Exec(command="sleep 2401", session="s"))
+        with pytest.raises(ManagerError, match="runs a command already"):
+            await desk.start(Exec(command="true", session="s"))
+        await asyncio.wait_for(lease.stop(), WAIT_S)
+        executed_last = (await lease.wait()).executed
+        assert executed_last is not None and executed_last.session_ended
+        assert await desk.text("ps -eo args | grep ^sleep.2") == "sleep 2400\n", "what an earlier command left stays"
+
+    play(engine, scene)
+
+
+def test_a_program_that_prints_a_mark_ends_only_its_own_action(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        forged = r"printf '\000end %s 0 1 1\n' $TANGRAM_ACTION"
+        executed = await desk.run(f"{forged}; {forged} >&2; sleep 2500; exit 9")
+        assert executed.exit_code == 0
+        assert desk.inspect()["State"]["Paused"]
+        assert (await desk.run("echo whole; exit 3")).stdout == b"whole\n"
+
+    play(engine, scene)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_read_written_listed_and_deleted(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        manager = desk.manager
+        await manager.write("box", "a/b/file", b"content", mode=0o750)
+        assert await desk.text("stat -c '%a %u %s' a a/b a/b/file") == "755 61999 4096\n755 61999 4096\n750 61999 7\n"
+        await desk.text("ln -s b/file a/link; ln -s /nowhere a/dangling; ln -s b a/to-b; touch 'a/new\nline' a/.hidden")
+        assert await manager.read("box", "a/link", bytes_max=7) == b"content"
+        await manager.write("box", "a/to-b/second", b"2", mode=0o644)
+        assert await desk.text("cat a/b/second; echo more >>a/b/file") == "2"
+        listing = [(entry.name, entry.kind, entry.mode) for entry in await manager.list("box", "a")]
+        assert (
+            listing
+            == [
+                (".hidden", "file", 0o644),
+                ("b", "dir", 0o755),
+                ("dangling", "link", 0o777),
+                ("link", "link", 0o777),
+                ("new\\nline", "file", 0o644),
+                ("to-b", "link", 0o777),
+            ]
+            or listing[4][0] == "new\nline"
+        )
+        await manager.delete("box", "a/to-b")
+        assert [entry.name for entry in await manager.list("box", "a/b")] == ["file", "second"]
+        await manager.delete("box", "a")
+        assert await manager.list("box", ".") == []
+        assert desk.inspect()["State"]["Paused"]
+
+    play(engine, scene)
+
+
+def test_what_cannot_be_done_with_a_file_is_said(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        manager = desk.manager
+        await manager.write("box", "file", b"12345", mode=0o644)
+        await desk.text("mkdir d; mkfifo pipe; ln -s loop loop")
+        for reason, work in (
+            ("no such file", manager.read("box", "absent", bytes_max=9)),
+            ("not a directory", manager.read("box", "file/below", bytes_max=9)),
+            ("5 bytes", manager.read("box", "file", bytes_max=4)),
+            ("directory", manager.read("box", "d", bytes_max=9)),
+            ("not a regular file", manager.read("box", "pipe", bytes_max=9)),
+            ("l", manager.read("box", "loop", bytes_max=9)),
+            ("directory", manager.write("box", "d", b"", mode=0o644)),
+            ("not a directory", manager.write("box", "file/below", b"", mode=0o644)),
+            ("no such file", manager.list("box", "absent")),
+            ("not a directory", manager.list("box", "file")),
+            ("no such file", manager.delete("box", "absent")),
+            ("denied|permitted", manager.delete("box", "/bin/sh")),
+            ("no such file", manager.pack("box", "absent", io.BytesIO(), bytes_max=9)),
+            ("more than", manager.pack("box", "/bin/bash", io.BytesIO(), bytes_max=9)),
+            ("no tar", manager.unpack("box", "d", io.BytesIO(b"no tar" * 300))),
+        ):
+            with pytest.raises(FileFailed, match=reason):
+                await work
+        assert await manager.read("box", "file", bytes_max=5) == b"12345"
+
+    play(engine, scene)
+
+
+def test_a_tree_goes_out_and_in_again_as_a_tar(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        await desk.text("mkdir -p tree/sub; echo 1 >tree/one; ln -s one tree/link; chmod 4755 tree/one")
+        packed = io.BytesIO()
+        await desk.manager.pack("box", "tree", packed, bytes_max=MIB)
+        with tarfile.open(fileobj=io.BytesIO(packed.getvalue())) as tar:
+            assert sorted(tar.getnames()) == ["tree", "tree/link", "tree/one", "tree/sub"]
+        await desk.manager.unpack("box", "some/place", io.BytesIO(packed.getvalue()))
+        shown = await desk.text("cd some/place/tree; cat link; stat -c '%a %u' one; touch sub/mine")
+        assert shown == "1\n755 61999\n", "without privileges, and its user's"
+
+    play(engine, scene)
+
+
+def test_devices_and_foreign_owners_in_a_tar_do_not_get_in(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as tar:
+            device = tarfile.TarInfo("disk")
+            device.type, device.devmajor, device.devminor = tarfile.BLKTYPE, 254, 0
+            tar.addfile(device)
+            file = tarfile.TarInfo("mine")
+            file.uid = file.gid = 0
+            tar.addfile(file)
+        await desk.manager.unpack("box", "in", io.BytesIO(content.getvalue()))
+        assert await desk.text("ls in; stat -c %u in/mine") == "mine\n61999\n"
+        with tarfile.open(fileobj=(escaping := io.BytesIO()), mode="w") as tar:
+            tar.addfile(tarfile.TarInfo("../../../escaped"))
+        with contextlib.suppress(FileFailed):
+            await desk.manager.unpack("box", "in", io.BytesIO(escaping.getvalue()))
+
+    play(engine, scene)
+    assert not Path("/escaped").exists()
+
+
+# ---- sandboxes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_is_kept_from_the_machine(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        assert await desk.text("ls /sys/class/net") == "lo\n"
+        status = await desk.text("grep -e NoNewPrivs -e CapEff -e CapBnd -e Seccomp: /proc/self/status")
+        assert dict(line.split() for line in status.splitlines()) == {
+            "CapEff:": "0" * 16,
+            "CapBnd:": "0" * 16,
+            "NoNewPrivs:": "1",
+            "Seccomp:": "2",
+        }
+        assert await desk.text("ulimit -n") == "100\n"
+        assert (await desk.run("touch /bin/mine")).exit_code == 1
+        assert (await desk.run(("sh", "-c", "for i in $(seq 40); do sleep 5 & done"))).exit_code != 0, (
+            "more processes than it may"
+        )
+
+    play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, processes_max=20, open_files_max=100))
+
+
+def test_a_program_cannot_end_its_own_sandbox(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        await desk.run("kill -9 -1; kill -9 1; pkill -9 sleep")
+        assert await desk.text("echo still here") == "still here\n"
+
+    play(engine, scene)
+
+
+def test_root_is_refused_where_it_would_be_root_of_the_machine(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        with pytest.raises(ManagerError, match="userns-remap") as caught:
+            await desk.do(Open(spec=SandboxSpec(user="root")))
+        assert not caught.value.retry
+
+    play(engine, scene, None)
+
+
+@needs_own_engine
+def test_root_of_an_engine_that_maps_users_is_nobody_outside() -> None:
+    async def scene(desk: Desk) -> None:
+        shown = await desk.text("id -u; echo $HOME; touch /bin/mine ~/mine; cat /proc/self/uid_map")
+        assert shown.split() == ["0", "/root", "0", "200000", "65536"]
+        assert (await desk.run("grep CapEff /proc/self/status")).stdout != b"CapEff:\t0000000000000000\n"
+        await desk.manager.write("box", "d/file", b"1", mode=0o600)
+        assert await desk.text("stat -c %u d d/file") == "0\n0\n"
+
+    with started_engine(maps_users=True) as engine:
+        play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, user="root"))
+
+
+def test_where_the_disk_cannot_be_limited_a_single_file_is(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        assert (await desk.run("head -c 2m /dev/zero >file")).exit_code != 0
+        assert await desk.text("stat -c %s file") == f"{MIB}\n"
+
+    play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, disk_bytes=MIB))
+
+
+def test_what_cannot_be_opened_is_said_and_leaves_nothing(engine: PrivateEngine) -> None:
+    engine.load("tangram-test:empty", ())
+
+    async def scene(desk: Desk) -> None:
+        for image, reason in (
+            ("absent:image", "docker pull absent:image"),
+            ("tangram-test:empty", "sleep"),
+            ("a b", "name"),
+        ):
+            with pytest.raises(ManagerError, match=reason):
+                await desk.do(Open(spec=SandboxSpec(image=image)))
+            assert engine.containers() == []
+        with pytest.raises(ManagerError, match="no sandbox"):
+            await desk.run("true")
+        await desk.do(Open(spec=SMALL))
+        with pytest.raises(ManagerError, match="open already"):
+            await desk.do(Open(spec=SMALL))
+        await desk.do(Close())
+        assert engine.containers() == []
+        await desk.do(Close())
+        with pytest.raises(ManagerError, match="no sandbox"):
+            await desk.manager.read("box", "file", bytes_max=1)
+
+    play(engine, scene, None)
+
+
+def test_an_open_that_is_cancelled_leaves_no_container(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        for delay_s in (0.0, 0.005, 0.02, 0.05, 0.1, 0.2):
+            opening = asyncio.create_task(desk.do(Open(spec=SMALL), f"box-{delay_s}"))
+            await asyncio.sleep(delay_s)
+            opening.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await opening
+                await desk.do(Close(), f"box-{delay_s}")
+            assert engine.containers() == []
+
+    play(engine, scene, None)
+
+
+def test_a_container_that_is_killed_from_outside_is_lost(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        lease = await desk.start(Exec(command="sleep 3000"))
+        held = await desk.start(Exec(command="sleep 3001", session="s"))
+        engine.ask("POST", f"/containers/{desk.inspect()['Id']}/kill")
+        for each in (lease, held):
+            ended = await asyncio.wait_for(each.wait(), WAIT_S)
+            assert "ended while the action ran" in ended.lost
+            assert ended.executed is not None and ended.executed.exit_code is None
+        with pytest.raises(ManagerError, match="is gone") as caught:
+            await desk.run("true")
+        assert not caught.value.retry
+        with pytest.raises(ManagerError, match="is gone"):
+            await desk.manager.read("box", "file", bytes_max=1)
+        await desk.do(Close())
+        await desk.do(Open(spec=SMALL))
+        assert await desk.text("echo anew") == "anew\n"
+
+    play(engine, scene)
+
+
+def test_closing_ends_what_runs_in_it(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        lease = await desk.start(Exec(command="sleep 3100"))
+        await desk.do(Close())
+        assert "closed" in (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
+        assert engine.containers() == []
+
+    play(engine, scene)
+
+
+def test_leaving_ends_everything_also_what_runs(engine: PrivateEngine) -> None:
+    async def whole() -> None:
+        async with opened(engine) as desk:
+            lease = await desk.start(Exec(command="sleep 3200"))
+            await desk.run("x=1", session="s")
+            await desk.do(Commit(image="left"))
+        assert "closed" in (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
+        with pytest.raises(ManagerError):
+            await desk.run("true")
+
+    asyncio.run(whole())
+    assert engine.containers() == []
+    assert owned_images(engine) == []
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_can_be_opened_and_goes_with_its_owner(engine: PrivateEngine) -> None:
+    async def scene(desk: Desk) -> None:
+        await desk.text("echo kept >file; echo $OURS")
+        await desk.run("while :; do sleep 0.01; done &")
+        beside = await desk.start(Exec(command="while [ ! -e go ]; do sleep 0.01; done; echo went on"))
+        await desk.do(Commit(image="first"))
+        await desk.manager.write("box", "go", b"", mode=0o644)
+        executed = (await asyncio.wait_for(beside.wait(), WAIT_S)).executed
+        assert executed is not None and executed.stdout == b"went on\n"
+        await desk.do(Open(spec=SandboxSpec(image="first")), "second")
+        assert await desk.text("cat file; echo ${OURS:-not here}; ls", "second") == "kept\nnot here\nfile\n"
+        await desk.text("echo more >>file", "second")
+        await desk.do(Commit(image="A name of any kind"), "second")
+        await desk.do(Open(spec=SandboxSpec(image="A name of any kind")), "third")
+        assert await desk.text("cat file", "third") == "kept\nmore\n"
+
+    play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, env={"OURS": "secret"}))
+
+
+def test_a_remembered_image_outlives_its_owner_until_it_is_forgotten(engine: PrivateEngine) -> None:
+    async def make() -> None:
+        async with opened(engine) as desk:
+            await desk.text("echo built >file")
+            await desk.do(Commit(image="built"))
+            assert await desk.manager.recall_image("the key") == ""
+            await desk.manager.remember_image("the key", "built")
+
+    async def use(desk: Desk) -> None:
+        name = await desk.manager.recall_image("the key")
+        await desk.do(Open(spec=SandboxSpec(image=name)), "again")
+        assert await desk.text("cat file", "again") == "built\n"
+        await desk.manager.forget_image(name)
+        assert await desk.manager.recall_image("the key") == ""
+        assert await desk.text("cat file", "again") == "built\n", "what was opened from it lives on"
+        await desk.do(Close(), "again")
+
+    asyncio.run(make())
+
+    async def whole() -> None:
+        async with opened(engine, None) as desk:
+            await use(desk)
+
+    asyncio.run(whole())
+    assert engine.containers() == []
+
+
+def test_a_root_directory_and_a_saved_tar_become_images(engine: PrivateEngine, tmp_path: Path) -> None:
+    from tests.managers.sandboxes.docker.docker_engine import BARE_PROGRAMS, packed
+
+    with tarfile.open(fileobj=io.BytesIO(packed(BARE_PROGRAMS))) as tar:
+        tar.extraction_filter = lambda member, path: member  # Python 3.12 wants to be told
+        tar.extractall(tmp_path / "root")
+    (tmp_path / "root" / "mark").write_text("from a directory\n")
+    (tmp_path / "saved.tar").write_bytes(engine.ask("GET", f"/images/{BARE_IMAGE}/get")[1])
+    (tmp_path / "noise.tar").write_bytes(b"noise" * 1000)
+
+    async def scene(desk: Desk) -> None:
+        name = await desk.manager.add_image(str(tmp_path / "root"))
+        await desk.do(Open(spec=SandboxSpec(image=name)))
+        assert await desk.text("cat /mark") == "from a directory\n"
+        assert await desk.manager.add_image(str(tmp_path / "saved.tar")) == BARE_IMAGE
+        for path in ("noise.tar", "absent.tar"):
+            with pytest.raises((ManagerError, InvalidConfig)):
+                await desk.manager.add_image(str(tmp_path / path))
+
+    play(engine, scene, None)
+
+
+# ---- owners ---------------------------------------------------------------------------------------------------------
+
+ORPHAN = """
+import asyncio, sys
+from tangram.managers.sandboxes.docker import DockerManager
+from tangram.managers.work import Commit, Open, SandboxSpec
+from tests.managers.sandboxes.docker.test_docker import Desk
+
+async def main():
+    async with DockerManager(socket=sys.argv[1], image=sys.argv[2]) as manager:
+        desk = Desk(manager, None)
+        await desk.do(Open(spec=SandboxSpec()))
+        await desk.do(Commit(image="orphan"))
+        print("open", flush=True)
+        await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_dead_owner_left_is_swept_and_what_a_living_one_has_is_not(engine: PrivateEngine) -> None:
+    async def whole() -> None:
+        async with opened(engine) as living:
+            words = [sys.executable, "-c", ORPHAN, engine.socket, IMAGE]
+            dead = await asyncio.create_subprocess_exec(
+                *words, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[4]
+            )
+            assert dead.stdout is not None
+            assert await dead.stdout.readline() == b"open\n"
+            assert len(engine.containers()) == 2
+            dead.kill()
+            await dead.wait()
+            async with opened(engine, None):
+                assert [container["Id"] for container in engine.containers()] == [living.inspect()["Id"]]
+                assert owned_images(engine) == []
+            assert await living.text("echo alive") == "alive\n"
+
+    asyncio.run(whole())
+
+
+def test_an_owner_of_whom_nothing_is_known_lives() -> None:
+    name = own_name()
+    host, boot, namespace, pid, started, nonce = name.split("/")
+    assert not is_dead(name)
+    assert is_dead("/".join([host, boot, namespace, pid, str(int(started) + 1), nonce])), "its number is another's now"
+    assert is_dead("/".join([host, "another-boot", namespace, pid, started, nonce]))
+    assert not is_dead("/".join(["another-host", boot, namespace, pid, "1", nonce]))
+    assert not is_dead("/".join([host, boot, "another-namespace", pid, "1", nonce]))
+    assert not is_dead("someone")
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+
+def test_without_an_engine_the_error_says_what_to_start(tmp_path: Path) -> None:
+    async def whole() -> None:
+        with pytest.raises(ManagerError, match="systemctl start docker") as caught:
+            async with DockerManager(socket=str(tmp_path / "none.sock")):
+                pass
+        assert not caught.value.retry
+
+    asyncio.run(whole())
+
+
+def test_an_engine_is_spoken_to_in_a_version_that_it_knows() -> None:
+    assert _version_prefix({"ApiVersion": "1.41", "MinAPIVersion": "1.12"}) == "/v1.41"
+    assert _version_prefix({"ApiVersion": "1.52", "MinAPIVersion": "1.44"}) == "/v1.44"
+    with pytest.raises(ManagerError, match=r"at least 1\.41"):
+        _version_prefix({"ApiVersion": "1.40", "MinAPIVersion": "1.12"})
+
+
+@needs_own_engine
+def test_an_engine_that_ends_loses_what_ran_and_no_more() -> None:
+    async def whole(mortal: PrivateEngine) -> None:
+        async with DockerManager(socket=mortal.socket, image=IMAGE) as manager:
+            desk = Desk(manager, mortal)
+            await desk.do(Open(spec=SMALL))
+            lease = await desk.start(Exec(command="sleep 3300"))
+            await asyncio.to_thread(mortal.end)
+            assert (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
+            with pytest.raises(ManagerError):
+                await desk.run("true")
+            await asyncio.to_thread(mortal.start)
+            await until(lambda: manager._heard.is_set())
+            await desk.do(Close())
+            await desk.do(Open(spec=SMALL))
+            assert await desk.text("echo anew") == "anew\n"
+
+    with started_engine() as mortal:
+        asyncio.run(whole(mortal))
+
+
+# ---- marks ----------------------------------------------------------------------------------------------------------
+
+
+def fed(token: str, chunks: list[bytes]) -> tuple[bytes, Marked]:
+    marked = Marked(token)
+    return b"".join([*(marked.feed(chunk) for chunk in chunks), marked.rest()]), marked
+
+
+@given(
+    st.binary(max_size=40),
+    st.lists(
+        st.sampled_from([b"text", b"\0", b"\0end ", b"\0end t ", b"\0end t 1", b"\0end t 1 2 x\n", b"\n"]), max_size=8
+    ),
+    st.lists(st.integers(0, 200), max_size=10),
+)
+def test_however_a_stream_is_cut_the_same_stands_between_its_marks(
+    before: bytes, output: list[bytes], cuts: list[int]
+) -> None:
+    inner = b"".join(output)
+    whole = before + b"\0begin t 5 0\n" + inner + b"\0end t 7 12 99\n" + b"after"
+    places = sorted({min(cut, len(whole)) for cut in cuts} | {0, len(whole)})
+    got, marked = fed("t", [whole[at:to] for at, to in itertools.pairwise(places)])
+    assert got == inner
+    assert (marked.exit_code, marked.cpu_us, marked.peak_bytes, marked.shell_ended) == (7, 7, 99, False)
+
+
+def test_a_stream_without_an_end_is_passed_on_to_its_last_byte() -> None:
+    got, marked = fed("t", [b"\0begin t 0 0\nabc\0end t 1"])
+    assert (got, marked.exit_code) == (b"abc\0end t 1", None)
+    got, marked = fed("t", [b"cannot start"])
+    assert (got, marked.stray) == (b"", b"cannot start")
