@@ -32,7 +32,7 @@ from tangram.core.limits import Limits
 from tangram.errors import InvalidConfig
 from tangram.managers.models import Service
 from tangram.managers.models.devices import Cuda, Emulated
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 
 TOKEN = "0123456789abcdef" * 2
 

@@ -15,7 +15,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.core.speedup import Amdahl, PowerLaw, Table
 from tangram.errors import TangramError
 from tangram.managers.models import Emulated, Service
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 
 __all__ = [
     "Action",

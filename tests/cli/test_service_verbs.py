@@ -28,7 +28,7 @@ from tests.service.process import Process
 from tests.service.shared import serving
 
 import tangram
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.service.serve import Up
 from tangram.service.view import Part, PoolView, View
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests.models.bytes_engine import expected
-from tests.models.conftest import SIZE, devices, own_children, service
+from tests.managers.models.bytes_engine import expected
+from tests.managers.models.conftest import SIZE, devices, own_children, service
 
 from tangram import Client, Emulated, Service, Status, connect, connect_sync
 from tangram.errors import ActionLost, ActionTimedOut, AdmissionRefused, InvalidAction, InvalidConfig, TangramError

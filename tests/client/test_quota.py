@@ -28,7 +28,7 @@ from tangram.errors import (
     ManagerError,
     TangramError,
 )
-from tangram.managers import pace as pace_module
+from tangram.managers.quotas import adaptive_rate as pace_module
 
 DEADLINE_S = 60.0
 SEARCH = Quota("search", concurrent=4)

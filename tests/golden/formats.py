@@ -27,7 +27,7 @@ from tangram.core.messages import Effect, Event, Pool, Window, cpu_node
 from tangram.core.trace import EVENTS
 from tangram.errors import InvalidAction
 from tangram.managers.functions.work import Call, Post, failed, returned
-from tangram.managers.models import wire as device_messages
+from tangram.managers.models import messages as device_messages
 from tangram.managers.sandboxes.bwrap.images import base_layers
 from tangram.managers.sandboxes.bwrap.images.store import Image, ImageStore
 from tangram.managers.sandboxes.bwrap.owner import Owner

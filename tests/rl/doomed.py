@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.models.bytes_engine import BytesEngine
+from tests.managers.models.bytes_engine import BytesEngine
 
 
 class Doomed(BytesEngine):

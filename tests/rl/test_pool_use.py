@@ -21,7 +21,7 @@ from tangram.core.messages import Finished, Grant, Pool, Settle, Share, Start, S
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
-from tangram.managers.quota import Quota, QuotaManager, Rate
+from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import Hold
 from tangram.rl.pool_observer import PoolObserver
 from tangram.rl.pool_use import PoolWatch

@@ -14,7 +14,7 @@ from tests.rl.test_pool_use import on_virtual_time
 
 from tangram.client.client import Client
 from tangram.clock import Clock, VirtualLoop
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.rl.engines.base import Weights
 from tangram.rl.engines.fake import FakeEngine, spoken
 from tangram.rl.environments.agents import RandomAgent

@@ -25,7 +25,7 @@ from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.limits import Limits
 from tangram.managers.fake import FakeManager, FakeSandbox
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.managers.work import Exec, SandboxSpec
 from tangram.service.journal import Journal
 from tangram.service.remembering import encode

@@ -15,7 +15,7 @@ from tangram.config import Config, DeviceConfig, ModelConfig, NodeConfig
 from tangram.errors import InvalidConfig
 from tangram.service.serve import require_usable, running
 
-ENGINE = "tests.models.bytes_engine:BytesEngine"
+ENGINE = "tests.managers.models.bytes_engine:BytesEngine"
 
 
 def check(folder: Path, text: str) -> tuple[int, str]:

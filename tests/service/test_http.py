@@ -21,7 +21,7 @@ from tangram.cli.serve import FORMAT, OneLine
 from tangram.client.client import connect
 from tangram.config import RunLimits
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.service.api import STATUS_BY_CODE
 from tangram.service.wire import NAME_LENGTH_MAX
 

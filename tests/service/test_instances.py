@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from rich.console import Console
 from tests.client.conftest import why_not
-from tests.functions.conftest import until
+from tests.managers.functions.conftest import until
 from tests.service.asking import DEADLINE_S, Caller, Tenants, tenants
 
 import tangram

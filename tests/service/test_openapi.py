@@ -19,7 +19,7 @@ from tests.service.shared import serving
 
 from tangram.cli.http_page import http_page
 from tangram.config import RunLimits
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.service.api import STATUS_BY_CODE
 from tangram.service.openapi import document
 from tangram.service.routes import ROUTES

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.client.conftest import why_not
-from tests.models.bytes_engine import expected
+from tests.managers.models.bytes_engine import expected
 from tests.service.shared import serving, shared
 
 import tangram
@@ -144,7 +144,7 @@ def test_a_model_service_answers_and_what_its_engine_finds_wrong_is_said(tmp_pat
             await t.infer("none", "x")
 
     judge = ModelConfig(
-        name="judge", engine="tests.models.bytes_engine:BytesEngine", arguments={"seed": 1, "size": SIZE}
+        name="judge", engine="tests.managers.models.bytes_engine:BytesEngine", arguments={"seed": 1, "size": SIZE}
     )
     device = DeviceConfig(kind="emulated", memory_bytes=4 * SIZE, bandwidth=1e12)
     play(tmp_path, test, services=[judge], devices=[device])

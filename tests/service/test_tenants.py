@@ -17,7 +17,7 @@ from tests.client.conftest import why_not
 from tests.service.asking import Answer, Caller, Line, line, make_run, tenants
 
 from tangram.managers.fake import FakeManager
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.service.view import HIDDEN
 
 SECRETS = (

@@ -15,7 +15,7 @@ from tangram.core.demand import Demand
 from tangram.core.messages import Effect, Event, Finished, Pool, Start, Started
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
-from tangram.managers.quota import ARRIVAL_S, Quota, QuotaManager, Rate
+from tangram.managers.quotas.manager import ARRIVAL_S, Quota, QuotaManager, Rate
 from tangram.managers.work import Hold
 from tangram.service.orchestrator import Orchestrator
 from tangram.sim.apis import Apis

@@ -24,7 +24,7 @@ from tangram.core.messages import (
 )
 from tangram.core.speedup import LINEAR
 from tangram.errors import InvalidConfig
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.sim.baselines import API_BACKOFF_S, API_RETRIES_MAX, ATTEMPTS_MAX, Baseline, PodsConfig
 from tangram.sim.engine import Engine
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model

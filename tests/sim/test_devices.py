@@ -8,7 +8,7 @@ import pytest
 
 from tangram.core.demand import GPU, Demand, fixed
 from tangram.core.messages import Effect, Event, Evicted, Pool, Resident, Restore
-from tangram.managers.models.room import Place
+from tangram.managers.models.placement import Place
 from tangram.sim.devices import Devices
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
 from tangram.sim.simulate import simulate

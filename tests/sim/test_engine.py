@@ -30,7 +30,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.core.snapshot import Snapshot
 from tangram.core.speedup import LINEAR, PowerLaw
 from tangram.errors import InvalidConfig, InvariantError
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim.engine import Engine
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
 from tangram.sim.faults import Fault

@@ -28,7 +28,7 @@ from tangram.core.messages import (
 from tangram.core.speedup import PowerLaw
 from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig, InvalidTrace
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim import traces
 from tangram.sim.compare import Setup, Source, compare
 from tangram.sim.episode import Counting, Episode, ServiceModel, Step, Turn, Workload, api_model

@@ -17,7 +17,7 @@ import pytest
 from tangram.core.demand import CPU, GPU, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim.episode import Step, Workload
 from tangram.sim.workload import WORKLOADS, build
 from tangram.sim.workloads import coding, elastic, search, teachers

@@ -24,7 +24,7 @@ from tangram.client.api import BYTES_MAX
 from tangram.client.client import Client, connect
 from tangram.errors import ManagerError
 from tangram.managers.http import Http, pause_s
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

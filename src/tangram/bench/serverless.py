@@ -31,7 +31,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions import Call, FunctionManager
 from tangram.managers.functions.host import Statistics
-from tangram.managers.quota import QuotaManager
+from tangram.managers.quotas.manager import QuotaManager
 from tangram.managers.work import Hold
 from tangram.reports.statistics import ratio_of
 from tangram.rl.engines.base import Request, Weights

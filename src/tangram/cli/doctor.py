@@ -15,7 +15,7 @@ from tangram.cli import options, show
 from tangram.errors import TangramError
 
 if TYPE_CHECKING:
-    from tangram.managers.survey import Finding, Survey
+    from tangram.managers.doctor.diagnostics import Finding, Survey
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -39,7 +39,7 @@ def doctor(as_json: options.Json = False) -> None:
 
     Exits with 0 if sandboxes work, and with 1 if only other backends do.
     """
-    from tangram.managers.survey import DOCKER, PROCESS, SANDBOX, survey
+    from tangram.managers.doctor.diagnostics import DOCKER, PROCESS, SANDBOX, survey
 
     found = survey()
     why_not = {backend: found.why_not(backend) for backend in (SANDBOX, DOCKER, PROCESS)}
@@ -62,7 +62,7 @@ def doctor(as_json: options.Json = False) -> None:
 
 def _try_sandbox() -> dict[str, float]:
     """Seconds of each step, in a state directory of its own: what dead owners left in the usual one stays there."""
-    from tangram.managers.survey import left_as_found
+    from tangram.managers.doctor.diagnostics import left_as_found
 
     with tempfile.TemporaryDirectory(prefix="tangram-doctor-") as scratch, left_as_found():
         os.chmod(scratch, 0o711)  # as a state directory has it: an unprivileged user may pass through
@@ -113,7 +113,7 @@ def _print(found: Survey, why_not: dict[str, str], trial: dict[str, float]) -> N
 
 
 def _mark(finding: Finding) -> str:
-    from tangram.managers.survey import MISSING, OK, SANDBOX
+    from tangram.managers.doctor.diagnostics import MISSING, OK, SANDBOX
 
     if finding.state == OK:
         return "[green]ok[/green]"

@@ -19,7 +19,7 @@ from tangram.core.limits import Limits
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, TangramError
 
 if TYPE_CHECKING:
-    from tangram.managers.quota import Quota
+    from tangram.managers.quotas.manager import Quota
 
 Command = str | Sequence[str]
 Content = str | bytes | bytearray | memoryview

@@ -51,7 +51,7 @@ from tangram.managers.functions import Call, EndpointManager, EndpointSpec, Func
 from tangram.managers.http import Http
 from tangram.managers.models import Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
-from tangram.managers.quota import REQUESTS, TOKENS, Quota, QuotaManager
+from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec, Work
 from tangram.service.orchestrator import Decider, Orchestrator
 

@@ -34,8 +34,8 @@ from tangram.errors import (
     InvalidAction,
     ManagerError,
 )
-from tangram.managers.functions.recall import Recall
-from tangram.managers.functions.shipping import arguments_of, bare, by_value, code_of, is_importable, title_of
+from tangram.managers.functions.result_cache import Recall
+from tangram.managers.functions.serialization import arguments_of, bare, by_value, code_of, is_importable, title_of
 from tangram.managers.functions.work import (
     INSTANCES_MAX,
     MEMORY_BYTES_MIN,
@@ -53,7 +53,7 @@ from tangram.managers.functions.work import (
     require_url,
     require_whole,
 )
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import MIB, Executed, Work
 from tangram.service.orchestrator import Settled
 

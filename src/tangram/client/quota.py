@@ -15,7 +15,7 @@ from tangram.client.result import result_of
 from tangram.client.transport import Pending, Transport
 from tangram.core.action import Action
 from tangram.errors import InvalidAction
-from tangram.managers.quota import TOKENS, Quota
+from tangram.managers.quotas.manager import TOKENS, Quota
 from tangram.managers.work import Hold
 from tangram.service.orchestrator import undisturbed
 

@@ -28,7 +28,7 @@ from tangram.core.messages import Pool
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.base import Files, Images
 from tangram.managers.models import Service
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, Hold, Open, Work
 from tangram.processes.streams import STDERR, STDOUT, Output
 from tangram.service.orchestrator import Settled, undisturbed

@@ -17,8 +17,8 @@ from tangram.core.messages import Pool, PoolChanged, RunChanged
 from tangram.errors import InvalidAction
 from tangram.managers.base import Files, Images
 from tangram.managers.models import ModelManager, Service
-from tangram.managers.pace import advice_of
-from tangram.managers.quota import Quota, QuotaManager
+from tangram.managers.quotas.adaptive_rate import advice_of
+from tangram.managers.quotas.manager import Quota, QuotaManager
 from tangram.managers.work import Work
 from tangram.processes.streams import Output
 from tangram.service.orchestrator import Orchestrator, Settled, Ticket

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tangram.errors import InvalidAction, ManagerError
-from tangram.managers.pace import OVERLOADED, TOO_MANY, UNAVAILABLE
+from tangram.managers.quotas.adaptive_rate import OVERLOADED, TOO_MANY, UNAVAILABLE
 
 if TYPE_CHECKING:
     import aiohttp

@@ -41,7 +41,7 @@ from tangram.core.messages import (
     Submit,
 )
 from tangram.core.scheduler import Scheduler
-from tangram.managers.quota import REQUESTS, TOKENS
+from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.pool_sums import Kept, Use
 from tangram.rl.training_records import PoolUse
 from tangram.service.observing.shortage import short_kind

@@ -21,7 +21,7 @@ from tangram.client.client import Client
 from tangram.client.transport import LocalTransport
 from tangram.core.action import State
 from tangram.core.scheduler import Scheduler
-from tangram.managers.quota import REQUESTS, TOKENS
+from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.episode import ASKED, WAITING
 from tangram.rl.gateway import Gateway
 from tangram.rl.records import Ending, Stage, Trajectory

@@ -23,8 +23,8 @@ from tangram.core.messages import Concluded, Pool, PoolChanged, RunChanged
 from tangram.errors import AdmissionRefused, InvalidInput, ManagerError, TangramError
 from tangram.managers.functions import BoxedFunctionManager
 from tangram.managers.functions.work import Call, Post
-from tangram.managers.pace import advice_of
-from tangram.managers.quota import Quota, QuotaManager
+from tangram.managers.quotas.adaptive_rate import advice_of
+from tangram.managers.quotas.manager import Quota, QuotaManager
 from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
 from tangram.service.auth import Caller
 from tangram.service.fault import Draining, NotFound, fault_of

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from tangram.core.messages import NodeChanged, NodeState, PoolChanged
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.managers.base import Manager
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.service.api import (
     JSON,
     LARGE_BYTES,

@@ -34,8 +34,8 @@ from tangram.managers.base import Executor, Manager
 from tangram.managers.functions import BoxedFunctionManager, Call, EndpointManager, Post
 from tangram.managers.models import Cuda, Emulated, Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
-from tangram.managers.models.preparing import require_importable
-from tangram.managers.quota import Quota, QuotaManager, Rate
+from tangram.managers.models.preparation import require_importable
+from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MEMORY_BYTES_MIN, MIB, Hold, Work
 from tangram.service.api import Door
 from tangram.service.app import application

@@ -16,7 +16,7 @@ from tangram.core.demand import Demand
 from tangram.errors import InvalidAction
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
-from tangram.managers.quota import Quota
+from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, Entry, Exec, Executed, Hold, Open, SandboxSpec
 from tangram.service.fault import Fault
 from tangram.service.orchestrator import Settled

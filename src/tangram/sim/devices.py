@@ -11,7 +11,7 @@ import math
 from tangram.core.demand import GPU
 from tangram.core.messages import Pool
 from tangram.errors import InvalidConfig
-from tangram.managers.models.room import Place, Room
+from tangram.managers.models.placement import Place, Room
 from tangram.sim.episode import ServiceModel
 
 Chunk = tuple[int, ...]

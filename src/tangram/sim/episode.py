@@ -12,7 +12,7 @@ import msgspec
 from tangram.core.demand import Demand
 from tangram.core.messages import Pool
 from tangram.core.speedup import RIGID, Speedup
-from tangram.managers.quota import REQUESTS, TOKENS, Quota
+from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota
 
 BATCH_GROWTH = 0.5
 """Between a model that is bound by reading its weights (0) and one that is bound by computing (1)."""

@@ -29,7 +29,7 @@ from tangram.errors import ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.functions.work import ANSWER_BYTES_MAX, EndpointSpec, Post, failed, returned
 from tangram.managers.http import PASSING, Answer, Http, TooLarge, pause_s
-from tangram.managers.pace import advice_of
+from tangram.managers.quotas.adaptive_rate import advice_of
 from tangram.managers.work import Ended, Work
 from tangram.processes.streams import Output
 

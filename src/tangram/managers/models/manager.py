@@ -25,15 +25,15 @@ from tangram.core.demand import GPU
 from tangram.core.messages import Event, Evicted, Grant, Pool, Resident
 from tangram.errors import InvalidAction, InvalidConfig, InvariantError, ManagerError
 from tangram.managers.base import Lease
-from tangram.managers.models import hostcopy
-from tangram.managers.models.circuit import PAUSE_S, Circuit
+from tangram.managers.models import host_copy
+from tangram.managers.models.batch_lease import Turn
+from tangram.managers.models.circuit_breaker import PAUSE_S, Circuit
+from tangram.managers.models.device_process import PROGRAM, DeviceProcess, ProcessLost, ServiceFailed, environment
 from tangram.managers.models.devices import Counts, Cuda, DeviceSpec, Emulated
-from tangram.managers.models.preparing import prepare
-from tangram.managers.models.process import PROGRAM, DeviceProcess, ProcessLost, ServiceFailed, environment
-from tangram.managers.models.room import Place, Room
+from tangram.managers.models.messages import Hello, Known, Load, Unload
+from tangram.managers.models.placement import Place, Room
+from tangram.managers.models.preparation import prepare
 from tangram.managers.models.service import Service, all_of
-from tangram.managers.models.turns import Turn
-from tangram.managers.models.wire import Hello, Known, Load, Unload
 from tangram.managers.models.work import Infer
 from tangram.managers.work import Work
 from tangram.processes.fork_server import Nursery
@@ -187,7 +187,7 @@ class ModelManager:
         self._descriptors, self._known, self._processes = [], [], {}
 
     async def _prepare_all(self) -> None:
-        copies = {name: self._descriptor(hostcopy.create(name)) for name in self._services}
+        copies = {name: self._descriptor(host_copy.create(name)) for name in self._services}
         for prepared in await prepare(list(self._services.values()), copies, self._census, self._nursery):
             service = self._services[prepared.known.service]
             self._known.append(prepared.known)

@@ -24,7 +24,7 @@ import msgspec
 from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.models.devices import Block, Device
 from tangram.managers.models.engine import Engine, Piece, Weights, offsets, place
-from tangram.managers.models.frames import in_words
+from tangram.managers.models.error_location import in_words
 
 SHOWN = 500
 """Characters of what was raised because of a payload."""

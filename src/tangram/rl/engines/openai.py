@@ -49,7 +49,7 @@ import msgspec
 
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
 from tangram.managers.http import Http, pause_s
-from tangram.managers.pace import OVERLOADED, TOO_MANY, UNAVAILABLE, advice_of
+from tangram.managers.quotas.adaptive_rate import OVERLOADED, TOO_MANY, UNAVAILABLE, advice_of
 from tangram.rl.engines.base import (
     EngineDied,
     EngineStatistics,

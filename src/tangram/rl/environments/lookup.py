@@ -35,7 +35,7 @@ from tangram.client.client import Client
 from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models.devices import Emulated
 from tangram.managers.models.service import Service
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.rl.environments.base import MakeAgent, Outside, Step
 from tangram.rl.environments.judging import JudgeSettings, Progress, cache_folder, have_judge
 from tangram.rl.environments.search_api import (

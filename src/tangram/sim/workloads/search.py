@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from tangram.core.demand import GPU, Demand, fixed
-from tangram.managers.quota import Quota, Rate
+from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload, api_model
 from tangram.sim.workloads import options
 from tangram.sim.workloads.fit import lognormal, lognormal_by_mean, stream
