@@ -252,7 +252,7 @@ def test_an_import_that_points_up_or_sideways_is_found(module: str, source: str)
         ("tangram.core.ledger", "import msgspec\nfrom tangram import errors"),
         ("tangram.config", "from tangram.core.demand import Demand"),
         ("tangram.sim.engine", "from tangram.managers.fake import FakeManager"),
-        ("tangram.client.client", "from tangram.service import orchestrator\nimport tangram.sim.engine"),
+        ("tangram.client.client", "from tangram.runtime import orchestrator\nimport tangram.sim.engine"),
         ("tangram.cli.bench", "from ..bench import arrange"),
         ("tangram", "from tangram.client.client import connect"),
         ("tangram.__main__", "from tangram.cli import main"),

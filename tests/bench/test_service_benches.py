@@ -26,7 +26,7 @@ from tangram.core.action import Outcome, Status
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.fake import CALLS_MAX, FakeManager
 from tangram.managers.work import Close, Exec
-from tangram.service.wire import AnyWork, Reply
+from tangram.runtime.wire import AnyWork, Reply
 
 HTTP = http.Sizes(clients=4, round_s=0.2, rounds=2, singles=10, waiting=30, embedded=200, others=4)
 DURABILITY = durability.Sizes(actions=40, kills=1, clients=2, at_once=4)

@@ -29,8 +29,8 @@ from tests.service.shared import serving
 
 import tangram
 from tangram.managers.quotas.manager import Quota
+from tangram.runtime.views import Part, PoolView, View
 from tangram.service.serve import Up
-from tangram.service.view import Part, PoolView, View
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 ADMIN = "the-token-of-the-admin-in-these-tests"

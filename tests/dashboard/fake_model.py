@@ -12,7 +12,7 @@ from collections import deque
 
 import msgspec
 
-from tangram.service import view as v
+from tangram.runtime import views as v
 
 STEP_S = 0.1
 HOUR_S = 3600.0

@@ -20,7 +20,7 @@ from aiohttp import web
 from tests.dashboard.fake_model import Model
 
 import tangram.service
-from tangram.service.view import View
+from tangram.runtime.views import View
 
 FILES = Path(tangram.service.__file__).parent / "dashboard"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

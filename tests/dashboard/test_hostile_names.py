@@ -10,7 +10,7 @@ from tests.dashboard.conftest import Opener
 from tests.dashboard.fake_model import Kind, Model, Tenant
 from tests.dashboard.fake_service import FakeService
 
-from tangram.service.view import HIDDEN, View
+from tangram.runtime.views import HIDDEN, View
 
 SCRIPT = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 TURNED = "run\u202egnp.exe\u2066 \u200f"

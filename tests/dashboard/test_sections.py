@@ -7,7 +7,7 @@ import pytest
 from tests.dashboard.conftest import Opener
 from tests.dashboard.fake_service import FakeService
 
-from tangram.service.view import Holder, Part, View
+from tangram.runtime.views import Holder, Part, View
 
 
 def test_header_tells_state_version_policy_uptime_and_what_was_recovered(screen: Opener, still: FakeService) -> None:

@@ -50,17 +50,17 @@ from tangram.rl.settings import RewardSettings, TaskSettings
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
 from tangram.rl.training_settings import TeacherSettings, TrainSettings
 from tangram.rl.trajectory_log import GroupClosing, Statistics, TrajectoryLog, engine_event
+from tangram.runtime.error_records import fault_of
+from tangram.runtime.orchestrator import Settled
+from tangram.runtime.wire import AnyWork, Caps, Problem, Submission
 from tangram.service.auth import Record as RunRecord
 from tangram.service.auth import hash_of
-from tangram.service.fault import fault_of
 from tangram.service.images import NOTE
 from tangram.service.journal import Journal
 from tangram.service.metrics import FAMILIES
 from tangram.service.openapi import document
-from tangram.service.orchestrator import Settled
 from tangram.service.remembering import encode
 from tangram.service.routes import ROUTES
-from tangram.service.wire import AnyWork, Caps, Problem, Submission
 from tangram.sim.record import recording
 
 STATE = "/STATE"

@@ -25,7 +25,7 @@ from tangram.rl.run_folder import RunFolder, open_run
 from tangram.rl.sample_log import log_files, needed
 from tangram.rl.training_records import Warmed
 from tangram.rl.training_settings import CheckpointSettings, TrainSettings
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 SETTINGS = TrainSettings(checkpoints=CheckpointSettings(keep=2))
 

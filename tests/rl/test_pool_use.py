@@ -26,7 +26,7 @@ from tangram.managers.work import Hold
 from tangram.rl.pool_observer import PoolObserver
 from tangram.rl.pool_use import PoolWatch
 from tangram.rl.training_records import PoolUse
-from tangram.service.orchestrator import Decider, Orchestrator
+from tangram.runtime.orchestrator import Decider, Orchestrator
 from tangram.sim.baselines import Baseline, PodsConfig
 
 CPU_POOL = "cpu@node0"

@@ -16,6 +16,7 @@ from tests.service.shared import config_of
 from tangram.config import RunLimits, admin_token
 from tangram.config.files import TOKEN_LENGTH_MAX as CONFIG_LENGTH_MAX
 from tangram.errors import AdmissionRefused, InvalidAction, ManagerError
+from tangram.runtime.wire import Caps, RunRequest
 from tangram.service import auth
 from tangram.service.auth import (
     ANYBODY,
@@ -30,7 +31,6 @@ from tangram.service.auth import (
 )
 from tangram.service.journal import Run
 from tangram.service.routes import ROUTES
-from tangram.service.wire import Caps, RunRequest
 
 
 class Facts:

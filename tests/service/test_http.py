@@ -22,8 +22,8 @@ from tangram.client.client import connect
 from tangram.config import RunLimits
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.quotas.manager import Quota
+from tangram.runtime.wire import NAME_LENGTH_MAX
 from tangram.service.api import STATUS_BY_CODE
-from tangram.service.wire import NAME_LENGTH_MAX
 
 JSON = {"content-type": "application/json"}
 

@@ -25,7 +25,7 @@ from tangram.client.client import Client, connect
 from tangram.config import RunLimits
 from tangram.managers.functions.boxed_host import ALLOWANCE_BYTES
 from tangram.managers.work import GIB, MIB
-from tangram.service.view import View
+from tangram.runtime.views import View
 
 EACH_MIB = 128 + ALLOWANCE_BYTES // MIB
 """Of memory, for an instance of the functions here."""

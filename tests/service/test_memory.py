@@ -15,7 +15,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.fake import FakeManager, Script
 from tangram.managers.work import Close, Exec, Open, SandboxSpec, Work
-from tangram.service.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
 
 DEADLINE_S = 60.0
 

@@ -20,10 +20,10 @@ from tests.service.shared import serving
 from tangram.cli.http_page import http_page
 from tangram.config import RunLimits
 from tangram.managers.quotas.manager import Quota
+from tangram.runtime.wire import NAME_WORDS
 from tangram.service.api import STATUS_BY_CODE
 from tangram.service.openapi import document
 from tangram.service.routes import ROUTES
-from tangram.service.wire import NAME_WORDS
 
 EXAMPLES_MAX = 12
 """Of each operation and each way to make them: all take less than a minute."""

@@ -42,13 +42,13 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Exec, Open, SandboxSpec
+from tangram.runtime.orchestrator import Orchestrator
+from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HIDDEN, PoolView, RunView, Story, View
 from tangram.service.history import BOUNDS, SLICE_S, SLICES, Hour, Tally
 from tangram.service.observing import accounts, stories
 from tangram.service.observing.accounts import OTHER
 from tangram.service.observing.rows import Rows
-from tangram.service.orchestrator import Orchestrator
 from tangram.service.picture import Picture
-from tangram.service.view import BUCKET_S, BUCKETS_MAX, HIDDEN, PoolView, RunView, Story, View
 
 API = Pool(kind="api", total=1)
 

@@ -17,11 +17,11 @@ from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager
 from tangram.managers.work import Close, Work
 from tangram.processes.streams import Output
+from tangram.runtime.orchestrator import Settled
+from tangram.runtime.wire import Caps
 from tangram.service.auth import Record
 from tangram.service.journal import Journal
-from tangram.service.orchestrator import Settled
 from tangram.service.remembering import encode
-from tangram.service.wire import Caps
 
 
 def test_a_run_of_which_something_cannot_be_ended_keeps_its_name_and_can_be_revoked_again(

@@ -35,10 +35,10 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
+from tangram.runtime.views import Spending
 from tangram.service import spending
 from tangram.service.picture import Picture
 from tangram.service.spending import IDLE_S, START
-from tangram.service.view import Spending
 
 NODE = cpu_node("n0", 2)
 WAITING, STARTING, EXECUTING = "waiting", "starting", "executing"

@@ -12,9 +12,9 @@ import pytest
 from tests.service.asking import DEADLINE_S, asked, line, open_ports, until
 
 from tangram.processes.streams import STDERR, STDOUT
+from tangram.runtime.wire import Chunk
 from tangram.service import listening, tail
 from tangram.service.tail import PIECE_BYTES, Tail
-from tangram.service.wire import Chunk
 
 
 async def read(output: Tail, after: int = 0) -> list[Chunk]:

@@ -18,7 +18,7 @@ from tests.service.asking import Answer, Caller, Line, line, make_run, tenants
 
 from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota
-from tangram.service.view import HIDDEN
+from tangram.runtime.views import HIDDEN
 
 SECRETS = (
     "alphaville",

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tangram.core.demand import fixed
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.work import HOST_IMAGE, Commit, Open
+from tangram.runtime.views import HIDDEN
+from tangram.runtime.wire import NAME, RUN, Caps, Submission
 from tangram.service.auth import Caller, Standing
 from tangram.service.translate import CHOICES_MAX, KINDS, UNITS_MAX, Names, Rules, capped, running_pool, translated
-from tangram.service.view import HIDDEN
-from tangram.service.wire import NAME, RUN, Caps, Submission
 
 IMAGES = {"a:one": "a:one", "a:added": "sha256-1", "b:other": "b:other", "ab:third": "ab:third"}
 RULES = Rules(quota_pools=frozenset({"search", "search/requests"}), capture_bytes_max=1 << 20)

@@ -17,7 +17,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import ARRIVAL_S, Quota, QuotaManager, Rate
 from tangram.managers.work import Hold
-from tangram.service.orchestrator import Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 from tangram.sim.apis import Apis
 from tangram.sim.episode import ApiModel, Counting, Episode, Step, Turn, Workload, api_model
 from tangram.sim.faults import Fault, draw

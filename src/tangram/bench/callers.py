@@ -19,7 +19,7 @@ from tangram.core.action import Status
 from tangram.core.demand import Demand
 from tangram.errors import ManagerError
 from tangram.managers.work import MIB, Open, SandboxSpec
-from tangram.service.wire import Acknowledged, AnyWork, Reply, Submission
+from tangram.runtime.wire import Acknowledged, AnyWork, Reply, Submission
 
 if TYPE_CHECKING:
     import aiohttp

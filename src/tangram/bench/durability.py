@@ -35,8 +35,8 @@ from tangram.core.action import Outcome, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import FileFailed, ManagerError, TangramError
 from tangram.managers.work import MIB, Close, Exec, Open, SandboxSpec
+from tangram.runtime.wire import Acknowledged, AnyWork, Reply, Submission
 from tangram.service.recovery import RESTARTED
-from tangram.service.wire import Acknowledged, AnyWork, Reply, Submission
 
 OPTIONS = ("backend",)
 

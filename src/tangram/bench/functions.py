@@ -32,7 +32,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.managers.functions import Call, FunctionManager
 from tangram.managers.functions.host import Statistics
 from tangram.managers.work import Work
-from tangram.service.orchestrator import Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 
 INSTANCES = 8
 CORES = 0.1

@@ -35,7 +35,7 @@ from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import ManagerError
 from tangram.managers.work import Close, Exec
 from tangram.reports.statistics import mean_of
-from tangram.service.wire import Reply
+from tangram.runtime.wire import Reply
 
 SPARE_DESCRIPTORS = 200
 """Of a process, besides its connections."""

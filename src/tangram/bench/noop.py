@@ -22,7 +22,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.managers.base import Lease
 from tangram.managers.work import Ended, Work
 from tangram.processes.streams import Output
-from tangram.service.orchestrator import Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 
 CORES = 64.0
 """No action waits for a core."""

@@ -38,7 +38,7 @@ from tangram.rl.engines.base import Request, Weights
 from tangram.rl.engines.fake import FakeEngine
 from tangram.rl.rollout import Rollout, tickets
 from tangram.rl.settings import EngineSettings, GroupSettings, RewardSettings, RolloutSettings, TaskSettings
-from tangram.service.orchestrator import Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 
 SECONDS = {"code": 0.12, "judge": 0.06, "math": 0.03}
 """What the reward of a task takes: running tests, asking a small model, comparing an answer."""

@@ -37,8 +37,8 @@ from tangram.client.functions import function
 from tangram.errors import ManagerError, TangramError
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 from tangram.managers.work import MIB, Exec
-from tangram.service.view import TIMELINE_ROWS_MAX
-from tangram.service.wire import Submission
+from tangram.runtime.views import TIMELINE_ROWS_MAX
+from tangram.runtime.wire import Submission
 
 OPTIONS = ("backend",)
 

@@ -54,8 +54,8 @@ OWN = "tangram."
 
 
 def http_page(note: str) -> str:
+    from tangram.runtime.error_records import Fault
     from tangram.service.api import STATUS_BY_CODE
-    from tangram.service.fault import Fault
     from tangram.service.routes import ROUTES
 
     parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]

@@ -14,8 +14,8 @@ from tangram.core.demand import CORE
 from tangram.errors import InvalidConfig, TangramError
 
 if TYPE_CHECKING:
-    from tangram.service.fault import Fault
-    from tangram.service.view import PoolView, View
+    from tangram.runtime.error_records import Fault
+    from tangram.runtime.views import PoolView, View
 
 app = typer.Typer(help="Look at pools, change their size, and empty nodes (admin).", no_args_is_help=True)
 
@@ -72,8 +72,8 @@ def resize(
     lost after scheduler.stranded_s of the config. The next start has the size of the config.
     """
     from tangram.cli.screen import amount, measured
-    from tangram.service.view import View
-    from tangram.service.wire import PoolRequest
+    from tangram.runtime.views import View
+    from tangram.runtime.wire import PoolRequest
 
     target = service_client.target(url, token, token_file, ca)
     found = service_client.view_of(target)
@@ -131,8 +131,8 @@ def undrain(
 
 def _change(target: Target, node: str, state: str, as_json: bool) -> None:
     from tangram.reports.formatting import several
-    from tangram.service.view import View
-    from tangram.service.wire import NodeRequest
+    from tangram.runtime.views import View
+    from tangram.runtime.wire import NodeRequest
 
     record = NodeRequest(state=state)  # type: ignore[arg-type]
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from tangram.service.view import Part, PoolView, RunView, ServiceView, Spending, View
+    from tangram.runtime.views import Part, PoolView, RunView, ServiceView, Spending, View
 
 BAR_WIDTH, WIDE_MIN = 24, 100
 """Half of it on a terminal that is narrower."""

@@ -25,8 +25,8 @@ from tangram.errors import InvalidConfig, ManagerError, TangramError
 if TYPE_CHECKING:
     import aiohttp
 
-    from tangram.service.fault import Fault
-    from tangram.service.view import View
+    from tangram.runtime.error_records import Fault
+    from tangram.runtime.views import View
 
 URL = "http://127.0.0.1:7433"
 """Where `tangram serve` listens unless its config says otherwise."""
@@ -217,7 +217,7 @@ class Connection:
     def _refused(self, status: int, content: bytes) -> NoReturn:
         import msgspec
 
-        from tangram.service.wire import Problem
+        from tangram.runtime.wire import Problem
 
         url = self._target.url
         try:
@@ -283,7 +283,7 @@ async def _shown(asking: Any, url: str) -> Any:
 
 
 def view_of(target: Target) -> View:
-    from tangram.service.view import View
+    from tangram.runtime.views import View
 
     found = asked(target, "GET", "/v1/view", kind=View)
     assert isinstance(found, View)

@@ -32,7 +32,7 @@ def story(
     as_json: Json = False,
 ) -> None:
     """Tell all that happened to one action of a shared service, in order, and why it waits or how it ended."""
-    from tangram.service.view import Story
+    from tangram.runtime.views import Story
 
     target = service_client.target(url, token, token_file, ca)
     place = "/".join(service_client.part(part) for part in action.split("/"))

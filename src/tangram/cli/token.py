@@ -17,7 +17,7 @@ from tangram.cli.service_client import URL, Ca, Refused, Target, Token, TokenFil
 from tangram.errors import InvalidConfig, TangramError
 
 if TYPE_CHECKING:
-    from tangram.service.wire import Caps, RunReply
+    from tangram.runtime.wire import Caps, RunReply
 
 app = typer.Typer(help="Make, list, change and revoke the tokens of runs (admin).", no_args_is_help=True)
 
@@ -93,7 +93,7 @@ def create(
 
     Only a hash of it is kept. Who has lost it gets another one with `tangram token renew`.
     """
-    from tangram.service.wire import Caps, RunReply, RunRequest
+    from tangram.runtime.wire import Caps, RunReply, RunRequest
 
     _check_name(run)
     target = service_client.target(url, token, token_file, ca)
@@ -126,7 +126,7 @@ def renew(
     as_json: Json = False,
 ) -> None:
     """Give a run another token, and print it: the old one is void from now on, and all that the run has stays."""
-    from tangram.service.wire import RunReply
+    from tangram.runtime.wire import RunReply
 
     _check_name(run)
     target = service_client.target(url, token, token_file, ca)
@@ -181,7 +181,7 @@ def change(
     as_json: Json = False,
 ) -> None:
     """Change the weight or the caps of a run; what is not said stays. Its token stays the same."""
-    from tangram.service.wire import RunReply, RunRequest
+    from tangram.runtime.wire import RunReply, RunRequest
 
     if all(value is None for value in (weight, sandboxes, waiting, running, requests_per_s, network)):
         raise InvalidConfig("change", run, "at least one thing to change, such as --weight 2")
@@ -229,14 +229,14 @@ def revoke(
 
 def _check_name(run: str) -> None:
     """Before it becomes a part of an address, where another name could mean something else."""
-    from tangram.service.wire import RUN
+    from tangram.runtime.wire import RUN
 
     if not RUN.fullmatch(run):
         raise InvalidConfig("run", run, NAMES)
 
 
 def _runs(target: Target) -> list[RunReply]:
-    from tangram.service.wire import RunsReply
+    from tangram.runtime.wire import RunsReply
 
     found = service_client.asked(target, "GET", "/v1/runs", kind=RunsReply)
     assert isinstance(found, RunsReply)

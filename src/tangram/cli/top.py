@@ -21,7 +21,7 @@ from tangram.errors import InvalidConfig
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from tangram.service.view import View
+    from tangram.runtime.views import View
 
 EVERY_S_MIN, EVERY_S_MAX = 0.1, 3600.0
 
@@ -91,7 +91,7 @@ async def _frames(target: Target, every: float) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from tangram.service.view import View
+    from tangram.runtime.views import View
 
     console = Console(markup=False, highlight=False, emoji=False)
     last: View | None = None

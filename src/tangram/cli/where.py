@@ -9,7 +9,7 @@ from tangram.cli.options import Json
 from tangram.cli.service_client import URL, Ca, Token, TokenFile, Url, plain
 
 if TYPE_CHECKING:
-    from tangram.service.view import RunView, Spending, View
+    from tangram.runtime.views import RunView, Spending, View
 
 EXAMPLES = """[bold]Examples[/bold]
 

@@ -53,7 +53,7 @@ from tangram.managers.models import Infer, ModelManager, Service, discover
 from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.quotas.manager import REQUESTS, TOKENS, Quota, QuotaManager
 from tangram.managers.work import KIB, MEMORY_BYTES_MIN, Hold, Prepare, SandboxSpec, Work
-from tangram.service.orchestrator import Decider, Orchestrator
+from tangram.runtime.orchestrator import Decider, Orchestrator
 
 T = TypeVar("T")
 

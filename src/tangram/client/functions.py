@@ -55,7 +55,7 @@ from tangram.managers.functions.work import (
 )
 from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import MIB, Executed, Work
-from tangram.service.orchestrator import Settled
+from tangram.runtime.orchestrator import Settled
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,7 +18,7 @@ from tangram.core.demand import GPU, Amounts, Demand, fixed, one_of
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.models.devices import Cuda, DeviceSpec, Emulated
 from tangram.managers.models.service import Service, all_of
-from tangram.service.orchestrator import Settled
+from tangram.runtime.orchestrator import Settled
 
 
 class Inference(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from tangram.core.action import Action
 from tangram.errors import InvalidAction
 from tangram.managers.quotas.manager import TOKENS, Quota
 from tangram.managers.work import Hold
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 
 class QuotaUse:

@@ -31,8 +31,8 @@ from tangram.managers.models import Service
 from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, Hold, Open, Work
 from tangram.processes.streams import STDERR, STDOUT, Output
-from tangram.service.orchestrator import Settled, undisturbed
-from tangram.service.wire import (
+from tangram.runtime.orchestrator import Settled, undisturbed
+from tangram.runtime.wire import (
     About,
     Acknowledged,
     Chunk,

@@ -20,7 +20,7 @@ import msgspec
 
 from tangram.errors import FileFailed, InvalidAction
 from tangram.managers.work import Entry
-from tangram.service.wire import Entries, ImageReply, Remember
+from tangram.runtime.wire import Entries, ImageReply, Remember
 
 if TYPE_CHECKING:
     from tangram.client.remote import Wire

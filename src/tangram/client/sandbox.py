@@ -58,7 +58,7 @@ from tangram.managers.work import (
     Work,
 )
 from tangram.processes.streams import HELD_BY
-from tangram.service.orchestrator import Settled, undisturbed
+from tangram.runtime.orchestrator import Settled, undisturbed
 
 FILE_BYTES_MAX = 256 * MIB
 """Of one `read`, unless the caller says otherwise."""

@@ -15,7 +15,7 @@ import msgspec
 from tangram.client.transport import Pending
 from tangram.core.action import Outcome, Status
 from tangram.errors import AdmissionRefused, InvalidInput
-from tangram.service.orchestrator import Settled
+from tangram.runtime.orchestrator import Settled
 
 Begin = Callable[[], Pending]
 

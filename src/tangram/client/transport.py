@@ -21,7 +21,7 @@ from tangram.managers.quotas.adaptive_rate import advice_of
 from tangram.managers.quotas.manager import Quota, QuotaManager
 from tangram.managers.work import Work
 from tangram.processes.streams import Output
-from tangram.service.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
 
 
 class Pending(Protocol):

@@ -17,7 +17,7 @@ from tangram.core.demand import CORE, CPU
 from tangram.errors import TangramError
 from tangram.rl.pool_sums import Kept, Use
 from tangram.rl.training_records import PoolUse
-from tangram.service.view import PoolView, Row, Timeline, View
+from tangram.runtime.views import PoolView, Row, Timeline, View
 
 TRAJECTORIES_MAX = 20_000
 """Beyond, the one that was heard of longest ago is forgotten."""

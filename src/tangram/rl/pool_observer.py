@@ -44,8 +44,8 @@ from tangram.core.scheduler import Scheduler
 from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.pool_sums import Kept, Use
 from tangram.rl.training_records import PoolUse
+from tangram.runtime.orchestrator import Orchestrator
 from tangram.service.observing.shortage import short_kind
-from tangram.service.orchestrator import Orchestrator
 from tangram.service.spending import IDLE_S
 
 TRAJECTORIES_MAX = 20_000

@@ -39,7 +39,7 @@ from tangram.rl.checkpoints import Checkpoint, DamagedCheckpoint, NoCheckpoint, 
 from tangram.rl.sample_log import Logs, SampleLog, join_after, prune_logs, read_after
 from tangram.rl.settings_change import allowed_changes, changes
 from tangram.rl.training_settings import TrainSettings
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 OWNER, SETTINGS, METRICS, CHECKPOINTS, SAMPLES = "owner", "settings.json", "metrics.jsonl", "checkpoints", "samples"
 MODULES, REPORT, TENSORBOARD = "modules.json", "report.html", "tensorboard"

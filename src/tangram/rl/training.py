@@ -46,7 +46,7 @@ from tangram.rl.step_ledger import StepLedger, lost_by
 from tangram.rl.trainer import Trainer, TrainerDied
 from tangram.rl.training_records import AnyLine, Batch, Noticed, Over
 from tangram.rl.training_settings import TrainSettings
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 INTERRUPTED = "interrupted"
 """The cause of an end that waits for nothing but the step that is under way."""

@@ -26,11 +26,11 @@ from starlette.types import Receive, Scope, Send
 
 from tangram.config.valid import is_loopback
 from tangram.errors import AdmissionRefused, FileFailed, InvalidAction, InvalidInput, ManagerError, TangramError
+from tangram.runtime.error_records import Draining, Fault, NotFound, Unauthorized, fault_of
+from tangram.runtime.wire import WAIT_S, WAIT_S_MAX, Caps, Problem
 from tangram.service.auth import Bucket, Caller, Guesses, Runs, Standing
-from tangram.service.fault import Draining, Fault, NotFound, Unauthorized, fault_of
 from tangram.service.journal import JournalConflict, JournalFailed
 from tangram.service.malformed import malformed
-from tangram.service.wire import WAIT_S, WAIT_S_MAX, Caps, Problem
 
 BODY_S = 30.0
 BODY_BYTES_PER_S = 64 << 10

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 
+from tangram.runtime.error_records import Fault
 from tangram.service.api import STATUS_BY_CODE, Ask, Door, problem
-from tangram.service.fault import Fault
 from tangram.service.openapi import document
 from tangram.service.routes import ROUTES, Api
 

@@ -23,9 +23,9 @@ from typing import Protocol
 import msgspec
 
 from tangram.errors import AdmissionRefused, InvalidAction
-from tangram.service.fault import Unauthorized
+from tangram.runtime.error_records import Unauthorized
+from tangram.runtime.wire import RUN, Caps, RunReply, RunRequest
 from tangram.service.journal import Run
-from tangram.service.wire import RUN, Caps, RunReply, RunRequest
 
 PREFIX = "tgr_"
 """So that a token that lies about is known for what it is."""

@@ -26,13 +26,14 @@ from tangram.managers.functions.work import Call, Post
 from tangram.managers.quotas.adaptive_rate import advice_of
 from tangram.managers.quotas.manager import Quota, QuotaManager
 from tangram.managers.work import MIB, Close, Commit, Exec, Hold, Open, Prepare, SandboxSpec
+from tangram.runtime.error_records import Draining, NotFound, fault_of
+from tangram.runtime.orchestrator import Orchestrator, Settled
+from tangram.runtime.wire import AnyWork, Caps, Chunk, Ended, Reply, SandboxReply, Submission
 from tangram.service.auth import Caller
-from tangram.service.fault import Draining, NotFound, fault_of
 from tangram.service.gate import Gate
 from tangram.service.images import OwnedImages
 from tangram.service.journal import Journal, JournalFailed, Phase
 from tangram.service.lives import Live, Lives
-from tangram.service.orchestrator import Orchestrator, Settled
 from tangram.service.remembering import decode_settled, encode
 from tangram.service.rooms import Rooms
 from tangram.service.spaces import space_of
@@ -47,7 +48,6 @@ from tangram.service.translate import (
     running_pool,
     translated,
 )
-from tangram.service.wire import AnyWork, Caps, Chunk, Ended, Reply, SandboxReply, Submission
 
 SWEEP_S = 5.0
 """How often what was left behind is looked for."""

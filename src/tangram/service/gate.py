@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tangram.errors import ManagerError
-from tangram.service.fault import Draining
+from tangram.runtime.error_records import Draining
 
 
 class Gate:

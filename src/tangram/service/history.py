@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from tangram.core.ledger import PoolState
-from tangram.service.view import BUCKET_S, BUCKETS_MAX, Bucket, Percentiles
+from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, Bucket, Percentiles
 
 STEPS = (
     1.0, 1.1, 1.2, 1.3, 1.5, 1.6, 1.8, 2.0, 2.2, 2.4, 2.7, 3.0, 3.3, 3.6, 3.9, 4.3, 4.7, 5.1, 5.6, 6.2, 6.8, 7.5, 8.2,

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.base import Images
+from tangram.runtime.error_records import NotFound, Unauthorized
 from tangram.service.auth import Caller
-from tangram.service.fault import NotFound, Unauthorized
 from tangram.service.journal import Journal, Note
 from tangram.service.translate import Names
 

@@ -35,6 +35,7 @@ from typing import Any, Self
 from tangram.clock import Clock, WallClock
 from tangram.core.action import ID_LENGTH_MAX
 from tangram.errors import InvalidAction, InvalidConfig, InvalidInput, InvariantError, ManagerError
+from tangram.runtime.orchestrator import undisturbed
 from tangram.service.journal_store import (
     Batch,
     Damage,
@@ -49,7 +50,6 @@ from tangram.service.journal_store import (
     Store,
     digest_of,
 )
-from tangram.service.orchestrator import undisturbed
 from tangram.service.spaces import space_of
 
 __all__ = [

@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tangram.errors import InvalidConfig
+from tangram.runtime.error_records import Fault
 from tangram.service.api import STATUS_BY_CODE, problem
-from tangram.service.fault import Fault
 
 HEADER_S = 20.0
 """Until a request is known by its headers."""

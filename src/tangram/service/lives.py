@@ -12,10 +12,10 @@ from collections.abc import Callable
 from tangram.core.action import Action, Status
 from tangram.managers.functions.work import Call
 from tangram.managers.work import Close, Open, SandboxSpec
-from tangram.service.orchestrator import Settled, Ticket
+from tangram.runtime.orchestrator import Settled, Ticket
+from tangram.runtime.wire import AnyWork
 from tangram.service.spaces import space_of
 from tangram.service.tail import Tail
-from tangram.service.wire import AnyWork
 
 
 class Live:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import inspect
 
 from tangram.errors import InvalidAction
-from tangram.service.wire import WORDS_BY_PATTERN
+from tangram.runtime.wire import WORDS_BY_PATTERN
 
 SHOWN_BYTES_MAX = 64 << 10
 """Of a body that is looked at again for the value that was wrong."""

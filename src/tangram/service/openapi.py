@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tangram.runtime.wire import NAME, NAME_LENGTH_MAX, RUN, Chunk, Problem
 from tangram.service.routes import ROUTES, Route
-from tangram.service.wire import NAME, NAME_LENGTH_MAX, RUN, Chunk, Problem
 
 TITLE = "Tangram"
 VERSION = "1"

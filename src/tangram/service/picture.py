@@ -43,6 +43,7 @@ from tangram.core.messages import (
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS
 from tangram.managers.functions.boxed import Instance
+from tangram.runtime.views import TIMELINE_ROWS_MAX, ServiceView, Story, Timeline, View
 from tangram.service.observing import panes
 from tangram.service.observing.accounts import Accounts
 from tangram.service.observing.boxes import Boxes
@@ -51,7 +52,6 @@ from tangram.service.observing.lives import Lives
 from tangram.service.observing.rows import Rows
 from tangram.service.observing.stories import live_lines, past_lines
 from tangram.service.spending import IDLE_S
-from tangram.service.view import TIMELINE_ROWS_MAX, ServiceView, Story, Timeline, View
 
 Loaded = dict[tuple[str, tuple[int, ...]], None]
 """Services with their devices, the one loaded last at the end."""

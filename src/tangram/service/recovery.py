@@ -17,11 +17,11 @@ import msgspec
 from tangram.core.action import Status
 from tangram.errors import AdmissionRefused, ManagerError
 from tangram.managers.work import Close, Open, SandboxSpec
+from tangram.runtime.wire import AnyWork
 from tangram.service.desk import Desk
 from tangram.service.journal import Phase, Recovered
 from tangram.service.remembering import decode_action, decode_work
 from tangram.service.spaces import SEPARATOR, space_of
-from tangram.service.wire import AnyWork
 
 log = logging.getLogger("tangram.service")
 

@@ -11,11 +11,11 @@ import msgspec
 
 from tangram.core.action import Action, Status
 from tangram.managers.work import Close, Commit, Open
+from tangram.runtime.orchestrator import Settled, Ticket
+from tangram.runtime.wire import AnyWork
 from tangram.service.images import OwnedImages
 from tangram.service.journal import RECORD_BYTES_MAX, Journal
-from tangram.service.orchestrator import Settled, Ticket
 from tangram.service.spaces import SEPARATOR, space_of
-from tangram.service.wire import AnyWork
 
 encode = msgspec.msgpack.Encoder().encode
 decode_action = msgspec.msgpack.Decoder(Action).decode

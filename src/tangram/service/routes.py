@@ -22,27 +22,10 @@ from tangram.core.messages import NodeChanged, NodeState, PoolChanged
 from tangram.errors import AdmissionRefused, InvalidAction, InvalidInput, ManagerError, TangramError
 from tangram.managers.base import Manager
 from tangram.managers.quotas.manager import Quota
-from tangram.service.api import (
-    JSON,
-    LARGE_BYTES,
-    WHOLE_MAX,
-    Answers,
-    Ask,
-    FileAnswer,
-    Uploads,
-    encode,
-    json_answer,
-    nothing,
-    read_json,
-)
-from tangram.service.auth import Runs
-from tangram.service.desk import Desk
-from tangram.service.fault import NotFound, fault_of
-from tangram.service.images import OwnedImages
-from tangram.service.orchestrator import Settled
-from tangram.service.sight import Sight
-from tangram.service.view import Story, Timeline, View
-from tangram.service.wire import (
+from tangram.runtime.error_records import NotFound, fault_of
+from tangram.runtime.orchestrator import Settled
+from tangram.runtime.views import Story, Timeline, View
+from tangram.runtime.wire import (
     About,
     Acknowledged,
     Chunk,
@@ -65,6 +48,23 @@ from tangram.service.wire import (
     WeightRequest,
     require_name,
 )
+from tangram.service.api import (
+    JSON,
+    LARGE_BYTES,
+    WHOLE_MAX,
+    Answers,
+    Ask,
+    FileAnswer,
+    Uploads,
+    encode,
+    json_answer,
+    nothing,
+    read_json,
+)
+from tangram.service.auth import Runs
+from tangram.service.desk import Desk
+from tangram.service.images import OwnedImages
+from tangram.service.sight import Sight
 
 FILE_BYTES_MAX = 256 << 20
 """Of one file that is read or written as such; larger ones go as trees."""

@@ -37,6 +37,8 @@ from tangram.managers.models.devices import DeviceSpec
 from tangram.managers.models.preparation import require_importable
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MEMORY_BYTES_MIN, MIB, Hold, Work
+from tangram.runtime.orchestrator import Orchestrator
+from tangram.runtime.wire import About
 from tangram.service.api import Door
 from tangram.service.app import application
 from tangram.service.auth import Runs
@@ -47,7 +49,6 @@ from tangram.service.journal import RECORD_BYTES_MAX, Journal, JournalFailed, Re
 from tangram.service.keys import as_keys
 from tangram.service.listening import bind, serving
 from tangram.service.metrics import Metrics
-from tangram.service.orchestrator import Orchestrator
 from tangram.service.picture import Picture
 from tangram.service.recovery import Report, recover
 from tangram.service.remembering import Remembering
@@ -56,7 +57,6 @@ from tangram.service.sight import Sight
 from tangram.service.spaces import space_of
 from tangram.service.translate import ERRAND, Rules
 from tangram.service.who_waits import WhoWaits
-from tangram.service.wire import About
 
 VERSION = version("arl-tangram")
 COMPACT_S = 120.0

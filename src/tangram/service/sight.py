@@ -13,10 +13,10 @@ import msgspec
 from tangram.core.messages import Pool
 from tangram.errors import InvalidAction
 from tangram.managers.models import ModelManager
+from tangram.runtime.views import Story, Timeline, View
+from tangram.runtime.wire import ServiceReply
 from tangram.service.auth import Caller
 from tangram.service.event_log import EventLog
-from tangram.service.view import Story, Timeline, View
-from tangram.service.wire import ServiceReply
 
 
 class Picture(Protocol):

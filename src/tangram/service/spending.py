@@ -20,7 +20,7 @@ its name is another trajectory, so a longer pause is nobody's thinking.
 from __future__ import annotations
 
 from tangram.core.action import Action
-from tangram.service.view import Spending
+from tangram.runtime.views import Spending
 
 IDLE_S = 3600.0
 IDLE_MAX = 100_000

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 
 from tangram.processes.streams import STDOUT
-from tangram.service.wire import Chunk
+from tangram.runtime.wire import Chunk
 
 OUTPUTS_BYTES_MAX = 256 << 20
 """Of all outputs that have ended and may still be asked for."""

@@ -18,10 +18,10 @@ from tangram.errors import AdmissionRefused, InvalidAction
 from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
 from tangram.managers.work import HOST_IMAGE, Close, Commit, Exec, Hold, Open, Work
+from tangram.runtime.views import HIDDEN
+from tangram.runtime.wire import AnyWork, Submission, require_name
 from tangram.service.auth import Caller
 from tangram.service.spaces import SEPARATOR
-from tangram.service.view import HIDDEN
-from tangram.service.wire import AnyWork, Submission, require_name
 
 KINDS: dict[type[Work], tuple[str, ...]] = {
     Open: ("open",),

@@ -22,7 +22,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions import Call, EndpointManager, FunctionManager, Post
 from tangram.managers.work import Work
-from tangram.service.orchestrator import Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 
 DEADLINE_S = 60.0
 """Of a test: a hang is a failure."""

@@ -38,7 +38,7 @@ from tangram.managers.sandboxes.bwrap.manager import SandboxManager
 from tangram.managers.sandboxes.process.manager import ProcessManager
 from tangram.managers.work import MIB, Open, SandboxSpec, Work
 from tangram.processes.streams import STDERR, STDOUT
-from tangram.service.orchestrator import Orchestrator
+from tangram.runtime.orchestrator import Orchestrator
 
 NODE = "local"
 SMALL: dict[str, Any] = dict(cpus=0.5, memory="64MiB", timeout_s=30.0)

@@ -15,7 +15,7 @@ from tests.managers.functions.conftest import DEADLINE_S, Bench, lines, living, 
 from tangram.client.functions import function
 from tangram.client.sharing import Sharing
 from tangram.core.action import Outcome, Status
-from tangram.service.orchestrator import Settled
+from tangram.runtime.orchestrator import Settled
 
 Run = Callable[..., None]
 

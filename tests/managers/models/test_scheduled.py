@@ -22,7 +22,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused
 from tangram.managers.models import Emulated, Infer, ModelManager, Service
 from tangram.managers.models import batch_lease as turns_module
-from tangram.service.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
 
 
 class Desk:

@@ -20,7 +20,7 @@ from tangram.errors import InvalidAction, InvalidConfig
 from tangram.managers.quotas.adaptive_rate import Advice
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import Hold
-from tangram.service.orchestrator import Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import Orchestrator, Settled, Ticket
 
 
 class Desk:

@@ -24,7 +24,7 @@ from tangram.client.client import Client
 from tangram.client.result import Result
 from tangram.client.sandbox import Sandbox, Session
 from tangram.core.action import Status
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 log = logging.getLogger("tangram")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 log = logging.getLogger("tangram")
 

@@ -48,7 +48,7 @@ from tangram.rl.environments.search_api import (
     Table,
 )
 from tangram.rl.settings import RewardSettings
-from tangram.service.orchestrator import undisturbed
+from tangram.runtime.orchestrator import undisturbed
 
 log = logging.getLogger("tangram")
 

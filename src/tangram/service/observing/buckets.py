@@ -7,9 +7,9 @@ its run and to all when somebody looks or the bucket ends: so that what happens 
 from __future__ import annotations
 
 from tangram.core.ledger import PoolState
+from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, Bucket
 from tangram.service.history import SLICE_S, Busy, Series, Tally
 from tangram.service.observing.accounts import Accounts, ClassAccount, RunAccount
-from tangram.service.view import BUCKET_S, BUCKETS_MAX, Bucket
 
 BUCKETS_PER_SLICE = round(SLICE_S / BUCKET_S)
 

@@ -11,13 +11,13 @@ from tangram.core.action import Action, Outcome, State, Status
 from tangram.core.demand import CPU, MEMORY
 from tangram.core.messages import Event, Finished, Grant, Resize, Started, StartFailed
 from tangram.core.scheduler import Scheduler
+from tangram.runtime.views import Row
 from tangram.service.observing.accounts import Accounts
 from tangram.service.observing.boxes import Box, Boxes
 from tangram.service.observing.buckets import Buckets
 from tangram.service.observing.shortage import lacked, short_kind
 from tangram.service.observing.stories import FAILED, GRANTED, RESIZED, STARTED, STOPPED, WAITS, Life, Past
 from tangram.service.spending import EXECUTING, START, STARTING, WAITING, Trajectories
-from tangram.service.view import Row
 
 
 class Lives:

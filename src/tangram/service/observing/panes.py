@@ -18,12 +18,7 @@ from tangram.core.lanes import Entry, Lane, Run
 from tangram.core.queue import ELDER_FACTOR
 from tangram.core.scheduler import Scheduler
 from tangram.managers.functions.boxed import Instance
-from tangram.service.observing.accounts import ClassAccount, RunAccount
-from tangram.service.observing.boxes import Box
-from tangram.service.observing.pools import pool_views
-from tangram.service.observing.shares import Shares
-from tangram.service.spending import OTHER
-from tangram.service.view import (
+from tangram.runtime.views import (
     HIDDEN,
     RUNNING_SHOWN_MAX,
     SANDBOXES_SHOWN_MAX,
@@ -35,6 +30,11 @@ from tangram.service.view import (
     View,
     WaitingView,
 )
+from tangram.service.observing.accounts import ClassAccount, RunAccount
+from tangram.service.observing.boxes import Box
+from tangram.service.observing.pools import pool_views
+from tangram.service.observing.shares import Shares
+from tangram.service.spending import OTHER
 
 if TYPE_CHECKING:
     from tangram.service.picture import Picture

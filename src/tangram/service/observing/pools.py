@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from tangram.core.demand import CPU, GPU, MEMORY
 from tangram.core.ledger import CORE_KIND, Holding, PoolState
 from tangram.core.topology import Cells, Chunks, CoreSet
+from tangram.runtime.views import HIDDEN, Holder, Part, PoolView
 from tangram.service.spending import WAITING
-from tangram.service.view import HIDDEN, Holder, Part, PoolView
 
 if TYPE_CHECKING:
     from tangram.service.picture import Picture

@@ -6,8 +6,8 @@ the action that had it last.
 
 from __future__ import annotations
 
+from tangram.runtime.views import TIMELINE_ROWS_MAX, Row, Timeline
 from tangram.service.observing.stories import Past
-from tangram.service.view import TIMELINE_ROWS_MAX, Row, Timeline
 
 
 class Rows:

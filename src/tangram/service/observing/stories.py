@@ -10,11 +10,11 @@ import msgspec
 
 from tangram.core.action import Action
 from tangram.core.messages import Grant, Resize
+from tangram.runtime.views import Row, StoryLine
 from tangram.service.observing.accounts import ClassAccount
 from tangram.service.observing.amounts import asked_for, share
 from tangram.service.observing.boxes import Box
 from tangram.service.spending import WAITING, Trajectory
-from tangram.service.view import Row, StoryLine
 
 NOTES_MAX = 40
 """Of one action. An elastic one may be resized thousands of times; what comes beyond is counted, not kept."""

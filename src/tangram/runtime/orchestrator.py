@@ -51,7 +51,7 @@ from tangram.errors import AdmissionRefused, InvalidInput, InvariantError, Manag
 from tangram.managers.base import Executor, Lease, Manager, Restoring, ShortOfMemory
 from tangram.managers.work import MIB, Close, Ended, Executed, Open, Work
 from tangram.processes.streams import Output
-from tangram.service.fault import Fault, fault_of
+from tangram.runtime.error_records import Fault, fault_of
 
 LOOK_FIRST_S = 0.25
 LOOK_MAX_S = 8.0

@@ -19,7 +19,7 @@ from tangram.managers.base import Lease
 from tangram.managers.fake import FakeManager, Script
 from tangram.managers.work import Close, Exec, Hold, Open, SandboxSpec, Work
 from tangram.processes.streams import Output
-from tangram.service.orchestrator import LOOK_FIRST_S, Orchestrator, Settled, Ticket
+from tangram.runtime.orchestrator import LOOK_FIRST_S, Orchestrator, Settled, Ticket
 
 DEADLINE_S = 60.0
 

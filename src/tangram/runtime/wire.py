@@ -18,8 +18,8 @@ from tangram.managers.functions.work import Call, Post
 from tangram.managers.models.work import Infer
 from tangram.managers.quotas.manager import Quota
 from tangram.managers.work import Close, Commit, Entry, Exec, Executed, Hold, Open, SandboxSpec
-from tangram.service.fault import Fault
-from tangram.service.orchestrator import Settled
+from tangram.runtime.error_records import Fault
+from tangram.runtime.orchestrator import Settled
 
 NAME_LENGTH_MAX = 100
 """Of an id, a sandbox or an image: in the service each stands behind the name of its run."""
