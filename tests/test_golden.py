@@ -48,12 +48,12 @@ from tangram.rl.sample_log import Lost, Put, needed
 from tangram.rl.timeline import logged
 from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Statistics, read
 from tangram.runtime.wire import AnyWork, Submission
-from tangram.service.auth import Record as RunRecord
-from tangram.service.auth import Runs
-from tangram.service.images import OwnedImages
-from tangram.service.journal import Journal, Phase, Recovered
-from tangram.service.remembering import decode_action, decode_settled, decode_work
-from tangram.service.routes import ROUTES
+from tangram.server.actions.images import OwnedImages
+from tangram.server.http.auth import Record as RunRecord
+from tangram.server.http.auth import Runs
+from tangram.server.http.routes import ROUTES
+from tangram.server.journal.adapter import decode_action, decode_settled, decode_work
+from tangram.server.journal.journal import Journal, Phase, Recovered
 from tangram.sim.record import opened
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -24,13 +24,13 @@ from typing import Any
 import msgspec
 import pytest
 from tests.cli.conftest import Answer
-from tests.service.process import Process
-from tests.service.shared import serving
+from tests.server.process import Process
+from tests.server.shared import serving
 
 import tangram
 from tangram.managers.quotas.manager import Quota
 from tangram.runtime.views import Part, PoolView, View
-from tangram.service.serve import Up
+from tangram.server.serve import Up
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 ADMIN = "the-token-of-the-admin-in-these-tests"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.shared import shared
+from tests.server.shared import shared
 
 from tangram.client.client import Client, connect
 

@@ -53,14 +53,14 @@ from tangram.rl.trajectory_log import GroupClosing, Statistics, TrajectoryLog, e
 from tangram.runtime.error_records import fault_of
 from tangram.runtime.orchestrator import Settled
 from tangram.runtime.wire import AnyWork, Caps, Problem, Submission
-from tangram.service.auth import Record as RunRecord
-from tangram.service.auth import hash_of
-from tangram.service.images import NOTE
-from tangram.service.journal import Journal
-from tangram.service.metrics import FAMILIES
-from tangram.service.openapi import document
-from tangram.service.remembering import encode
-from tangram.service.routes import ROUTES
+from tangram.server.actions.images import NOTE
+from tangram.server.http.auth import Record as RunRecord
+from tangram.server.http.auth import hash_of
+from tangram.server.http.openapi import document
+from tangram.server.http.routes import ROUTES
+from tangram.server.journal.adapter import encode
+from tangram.server.journal.journal import Journal
+from tangram.server.observe.metrics import FAMILIES
 from tangram.sim.record import recording
 
 STATE = "/STATE"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.client.conftest import why_not
-from tests.service.shared import serving, shared
+from tests.server.shared import serving, shared
 
 from tangram.client.client import Client, connect
 from tangram.client.transport import LocalTransport

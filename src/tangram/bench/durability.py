@@ -36,7 +36,7 @@ from tangram.core.demand import CPU, Demand, cores
 from tangram.errors import FileFailed, ManagerError, TangramError
 from tangram.managers.work import MIB, Close, Exec, Open, SandboxSpec
 from tangram.runtime.wire import Acknowledged, AnyWork, Reply, Submission
-from tangram.service.recovery import RESTARTED
+from tangram.server.journal.recovery import RESTARTED
 
 OPTIONS = ("backend",)
 

@@ -266,7 +266,7 @@ async def _serve(config: Path, told: Path) -> None:
     import tracemalloc
 
     from tangram.config import load
-    from tangram.service.serve import serve
+    from tangram.server.serve import serve
 
     frames = int(os.environ.get(TRACE_VARIABLE, "0"))
     if frames:

@@ -55,8 +55,8 @@ OWN = "tangram."
 
 def http_page(note: str) -> str:
     from tangram.runtime.error_records import Fault
-    from tangram.service.api import STATUS_BY_CODE
-    from tangram.service.routes import ROUTES
+    from tangram.server.http.middleware import STATUS_BY_CODE
+    from tangram.server.http.routes import ROUTES
 
     parts = [note, HEAD + "\n".join(f"| `{code}` | {status} |" for code, status in STATUS_BY_CODE.items()) + "\n"]
     parts.append("## Addresses\n")

@@ -1,13 +1,13 @@
-"""The reference page of the metrics, made of `tangram.service.metrics.FAMILIES`.
+"""The reference page of the metrics, made of `tangram.server.observe.metrics.FAMILIES`.
 
 Owns the words around the tables.
 """
 
 from __future__ import annotations
 
-from tangram.service.metrics import FAMILIES, HISTOGRAM, SERIES_MAX, Family
-from tangram.service.observing.accounts import CLASSES_MAX, RUNS_MAX
-from tangram.service.spending import OTHER
+from tangram.server.observe.accounts import CLASSES_MAX, RUNS_MAX
+from tangram.server.observe.metrics import FAMILIES, HISTOGRAM, SERIES_MAX, Family
+from tangram.server.observe.time_breakdown import OTHER
 
 HEAD = f"""# Metrics
 

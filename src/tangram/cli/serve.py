@@ -14,7 +14,7 @@ from tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from tangram.config import Config
-    from tangram.service.serve import Up
+    from tangram.server.serve import Up
 
 EXIT_FAILED = 1
 """It was up, and could not go on: a start may help, since what was acknowledged is in the journal. Whoever watches over
@@ -73,8 +73,8 @@ def serve(
 
     said = _config(config, listen)
     try:
-        from tangram.service.serve import require_usable
-        from tangram.service.serve import serve as run
+        from tangram.server.serve import require_usable
+        from tangram.server.serve import serve as run
     except ImportError as error:
         said_missing = f"the service needs {error.name}, which is not here: pip install 'arl-tangram[serve]'"
         raise TangramError(said_missing) from None

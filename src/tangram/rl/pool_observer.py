@@ -45,8 +45,8 @@ from tangram.managers.quotas.manager import REQUESTS, TOKENS
 from tangram.rl.pool_sums import Kept, Use
 from tangram.rl.training_records import PoolUse
 from tangram.runtime.orchestrator import Orchestrator
-from tangram.service.observing.shortage import short_kind
-from tangram.service.spending import IDLE_S
+from tangram.server.observe.shortage import short_kind
+from tangram.server.observe.time_breakdown import IDLE_S
 
 TRAJECTORIES_MAX = 20_000
 """In which nothing is under way. Beyond, the one that has been so for longest is forgotten: what comes later under its

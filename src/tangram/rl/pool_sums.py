@@ -7,7 +7,7 @@ add up to the whole.
 from __future__ import annotations
 
 from tangram.rl.training_records import PoolUse
-from tangram.service.history import Tally
+from tangram.server.observe.history import Tally
 
 
 class Use:

@@ -26,7 +26,7 @@ from tangram.rl.episode import ASKED, WAITING
 from tangram.rl.gateway import Gateway
 from tangram.rl.records import Ending, Stage, Trajectory
 from tangram.rl.rollout import Rollout
-from tangram.service.observing.shortage import short_kind
+from tangram.server.observe.shortage import short_kind
 
 CAUSE = "nothing moved"
 """Of trajectories that are stopped for it; what was waited for stands behind it."""

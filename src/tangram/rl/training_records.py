@@ -138,7 +138,8 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
     act_mean_s: float = 0.0
     act_p99_s: float = 0.0
     act_cells: dict[int, int] = {}
-    """Completion times, counted by cell of the grid of `tangram.service.history`: percentiles of several steps are made
+    """Completion times, counted by cell of the grid of
+    `tangram.server.observe.history`: percentiles of several steps are made
     of these."""
     waiting_mean_s: float = 0.0
     held_unit_s: float = 0.0

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, PoolUse, Trained, Warmed
-from tangram.service.history import Tally
+from tangram.server.observe.history import Tally
 
 L = TypeVar("L")
 

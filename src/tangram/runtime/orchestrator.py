@@ -58,7 +58,7 @@ LOOK_MAX_S = 8.0
 """Running actions whose CPU nobody declared are measured after the first, then each time after twice as long, at most
 every so often."""
 
-log = logging.getLogger("tangram.service")
+log = logging.getLogger("tangram.server")
 
 NOTHING = Demand({CPU: fixed(1)})
 """Of an action that is never granted anything; a demand cannot be empty."""

@@ -11,7 +11,7 @@ import pytest
 from tests.client.conftest import why_not
 from tests.rl.training.proof import assert_sound, nothing_left
 from tests.rl.training.tiny import settings_of
-from tests.service.process import Process
+from tests.server.process import Process
 
 from tangram.rl.settings import OutsideSettings
 from tangram.rl.training_records import AnyLine, Over, Trained

@@ -1,0 +1,213 @@
+"""Translation: what a caller may say, and as what the service understands it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tangram.core.demand import fixed
+from tangram.errors import AdmissionRefused, InvalidAction
+from tangram.managers.work import HOST_IMAGE, Commit, Open
+from tangram.runtime.views import HIDDEN
+from tangram.runtime.wire import NAME, RUN, Caps, Submission
+from tangram.server.actions.translate import (
+    CHOICES_MAX,
+    KINDS,
+    UNITS_MAX,
+    Names,
+    Rules,
+    capped,
+    running_pool,
+    translated,
+)
+from tangram.server.http.auth import Caller, Standing
+
+IMAGES = {"a:one": "a:one", "a:added": "sha256-1", "b:other": "b:other", "ab:third": "ab:third"}
+RULES = Rules(quota_pools=frozenset({"search", "search/requests"}), capture_bytes_max=1 << 20)
+A = Caller("a", "a", False, Caps(), Standing())
+ADMIN = Caller("admin", "", True, Caps(), Standing())
+
+words = st.from_regex(NAME, fullmatch=True).map(lambda name: name[:100])
+runs = st.from_regex(RUN, fullmatch=True)
+
+
+def said(caller: Caller = A, rules: Rules = RULES, **fields: Any) -> Any:
+    record = {"id": "it", "work": {"type": "Exec", "command": "true"}, "sandbox": "box"} | fields
+    asked = msgspec.json.decode(msgspec.json.encode(record), type=Submission)
+    return translated(asked, caller, Names(caller.space, IMAGES), rules)
+
+
+@given(runs, words, runs, words)
+def test_no_two_callers_can_mean_the_same_thing(one: str, name: str, other: str, word: str) -> None:
+    mine, others = Names(one, {}), Names(other, {})
+    if (one, name) != (other, word):
+        assert mine.inner("id", name) != others.inner("id", word)
+        assert mine.own_image(name) != others.own_image(word)
+        assert mine.image_key(name) != others.image_key(word)
+
+
+@given(st.text(max_size=120))
+@example("b/x")
+@example("b:x")
+@example("../b/x")
+@example("x\n")
+@example("x\0")
+@example("x%2Fy")
+@example("x\\y")
+@example("é")
+def test_a_name_holds_nothing_that_could_lead_elsewhere(name: str) -> None:
+    names = Names("a", {})
+    try:
+        inner = names.inner("id", name)
+    except InvalidAction:
+        assert not (0 < len(name) <= 100 and NAME.fullmatch(name))
+    else:
+        assert inner == f"a/{name}" and inner.isascii() and inner.isprintable() and inner.count("/") == 1
+
+
+@given(runs, words)
+def test_a_name_comes_back_as_it_was_said(run: str, name: str) -> None:
+    names = Names(run, {})
+    assert names.outer(names.inner("id", name)) == name
+    assert names.outer(names.own_image(name)) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("sandbox b/box is gone", "sandbox box is gone"),
+        ("image 'b:one' is gone", "image 'one' is gone"),
+        ("/usr/b/c and job/x and a.b/c", "/usr/b/c and job/x and a.b/c"),
+        ("http://b:80 is b:one", "http://b:80 is one"),
+        ("one of host, a:one, ab:third, b:other", f"one of host, {HIDDEN}, {HIDDEN}, other"),
+    ],
+)
+def test_sentences_lose_the_names_of_spaces_and_nothing_else(text: str, shown: str) -> None:
+    assert Names("b", IMAGES).outer(text) == shown
+
+
+def test_images_are_those_of_the_caller() -> None:
+    names = Names("a", IMAGES)
+    assert (names.image(HOST_IMAGE), names.image("one"), names.image("added")) == (HOST_IMAGE, "a:one", "sha256-1")
+    for name in ("other", "b:other", "a:one", "sha256-1", "", "../b:other"):
+        with pytest.raises(InvalidAction) as caught:
+            names.image(name)
+        assert caught.value.expected == "one of 'host', 'added', 'one'"
+    assert (names.known_as("sha256-1"), names.known_as("b:other"), names.known_as("nothing")) == ("added", "", "")
+
+
+def test_a_commit_makes_an_image_of_its_run() -> None:
+    _, work = said(work={"type": "Commit", "image": "fresh"})
+    assert work == Commit(image="a:fresh")
+    with pytest.raises(InvalidAction):
+        said(work={"type": "Commit", "image": "b:other"})
+
+
+def test_a_run_acts_in_its_own_name_only() -> None:
+    action, _ = said()
+    assert (action.id, action.run, action.sandbox) == ("a/it", "a", "a/box")
+    with pytest.raises(InvalidAction, match="run"):
+        said(run="b")
+    action, _ = said(ADMIN, run="b")
+    assert (action.id, action.run) == ("admin/it", "b")
+
+
+def test_kinds_are_not_made_up() -> None:
+    assert said(kind="server")[0].kind == "server"
+    for kind in ("open", "prepare", "warm", "exec2", "EXEC"):
+        with pytest.raises(InvalidAction, match="kind"):
+            said(kind=kind)
+    assert all(kinds for kinds in KINDS.values())
+
+
+def test_what_is_asked_for_is_what_such_work_is_for() -> None:
+    with pytest.raises(InvalidAction, match="demand"):
+        said(demand={"pools": {"cpu": {"min": 1, "max": 1}, "gpu": {"min": 1, "max": 1}}})
+    with pytest.raises(InvalidAction, match="demand"):
+        said(work={"type": "Hold"}, sandbox="", demand={"pools": {"cpu": {"min": 1, "max": 1}}})
+    with pytest.raises(InvalidAction, match="demand"):
+        said(demand={"pools": {"running/b": {"min": 1, "max": 1}}})
+    action, _ = said(work={"type": "Hold"}, sandbox="", demand={"pools": {"search": {"min": 1, "max": 1}}})
+    assert action.demand.pools == {"search": fixed(1)}
+    for pool in ("function/b/x", "endpoint/b/x"):
+        action, _ = said(demand={"pools": {"cpu": {"min": 1, "max": 1}, pool: {"min": 1, "max": 1}}})
+        assert list(action.demand.pools) == ["cpu"]  # what a client calls the pool of its function is not asked
+
+
+@pytest.mark.parametrize(
+    "amounts",
+    [
+        {"min": 1, "max": UNITS_MAX + 1},
+        {"min": 1, "max": 10**30},
+        {"min": 1, "max": 2, "step": 10**30},
+        {"min": 1, "max": CHOICES_MAX + 1, "choices": list(range(1, CHOICES_MAX + 2))},
+    ],
+)
+def test_amounts_that_nobody_can_mean_are_refused(amounts: dict[str, Any]) -> None:
+    with pytest.raises(InvalidAction, match="demand"):
+        said(demand={"pools": {"cpu": amounts}})
+
+
+def test_errands_cost_what_they_cost() -> None:
+    """Whoever opens sandboxes cannot ask for a whole machine for that, nor for nothing."""
+    demand = {"pools": {"cpu": {"min": 64_000, "max": 64_000}}}
+    for work in ({"type": "Open", "spec": {}}, {"type": "Close"}, {"type": "Commit", "image": "x"}):
+        assert said(work=work, demand=demand)[0].demand.pools["cpu"].max < 1000
+
+
+def test_network_is_for_whom_the_admin_allows_it() -> None:
+    work = {"type": "Open", "spec": {"network": True}}
+    with pytest.raises(AdmissionRefused) as caught:
+        said(work=work)
+    assert caught.value.limit == "network"
+    allowed = Caller("a", "a", False, Caps(network=True), Standing())
+    _, opened = said(allowed, work=work)
+    assert isinstance(opened, Open) and opened.spec.network
+    with pytest.raises(AdmissionRefused):
+        said(Caller("a", "a", False, Caps(network=False), Standing()), Rules(network=True), work=work)
+    assert said(ADMIN, work=work)[1].spec.network
+
+
+def test_the_output_that_is_kept_has_a_limit() -> None:
+    work = {"type": "Exec", "command": "true", "capture_bytes_max": (1 << 20) + 1}
+    with pytest.raises(AdmissionRefused) as caught:
+        said(work=work)
+    assert caught.value.limit == "capture_bytes_max"
+
+
+def test_no_address_is_called_that_the_config_does_not_name() -> None:
+    def post(url: str, *allowed: str) -> None:
+        work = {"type": "Post", "endpoint": {"name": "x", "url": url}, "body": "", "key": "k"}
+        said(rules=Rules(endpoints=allowed), work=work, sandbox="")
+
+    with pytest.raises(AdmissionRefused, match="none"):
+        post("http://169.254.169.254/latest")
+    with pytest.raises(AdmissionRefused):
+        post("http://inside/", "https://rewards.example/")
+    post("https://rewards.example/score", "https://rewards.example/")
+
+
+def test_functions_are_called_only_where_there_are_sandboxes_for_them() -> None:
+    work: dict[str, Any] = {
+        "type": "Call",
+        "function": {"name": "f", "module": "os", "qualname": "system"},
+        "arguments": "",
+    }
+    with pytest.raises(AdmissionRefused) as caught:
+        said(work=work, sandbox="")
+    assert caught.value.limit == "functions"
+    action, _ = said(rules=Rules(functions=True), work=work, sandbox="")
+    assert action.demand.pools["function/a/f"] == fixed(1)
+    work["function"] = work["function"] | {"paths": ["/python3" + "9" * 5000 + ".zip"]}
+    with pytest.raises(InvalidAction, match="paths"):
+        said(rules=Rules(functions=True), work=work, sandbox="")
+
+
+def test_a_cap_on_what_runs_is_a_pool_of_its_run() -> None:
+    action, _ = said(Caller("a", "a", False, Caps(running_max=2), Standing()))
+    assert running_pool("a") not in action.demand.pools, "then a submission would change when the cap does"
+    assert capped(action).demand.pools[running_pool("a")] == fixed(1)

@@ -1,0 +1,394 @@
+"""A service that is killed, stopped and started again: nothing is lost, and nothing runs twice unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.chaos.conftest import found_by, inside, mounts_below, processes_of, until, until_runs
+from tests.client.conftest import why_not
+from tests.server.process import Process
+
+from tangram.client.client import Client, connect
+from tangram.client.remote import Wire
+from tangram.core.action import Status
+from tangram.errors import ManagerError, SessionEnded
+from tangram.managers.sandboxes.cgroups import groups
+from tangram.processes.streams import HELD_SHELL
+from tangram.sim.survey import survey
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Process:
+    """One whose sandboxes are real, and outlive it."""
+    reason = why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    return Process(tmp_path / "service", backend="sandbox", node="cores = 2")
+
+
+def play(process: Process, test: Callable[[Client], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), connect(process.url) as client:
+            await test(client)
+
+    with process:
+        asyncio.run(main())
+    assert "Traceback" not in process.log, process.log
+    owners = process.folder / "state" / "owners"
+    assert not owners.exists() or list(owners.iterdir()) == [], "sandboxes were closed, and something is left"
+
+
+async def restarted(process: Process, *, kill: bool = True) -> None:
+    await asyncio.to_thread(process.kill if kill else process.stop)
+    await asyncio.to_thread(process.start)
+
+
+async def until_running(path: str, box: object) -> None:
+    """A command that says so by making a file."""
+    while True:
+        try:
+            await box.read(path)  # type: ignore[attr-defined]
+            return
+        except Exception:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
+def test_a_sandbox_is_there_after_a_restart_with_its_files_and_what_ran_in_it(kept: Process, kill: bool) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            await box.write("file", "kept")
+            await box.exec("(while :; do date +%s%N > beat; sleep 0.01; done) > /dev/null 2>&1 &")
+            image = await box.commit("made")
+            await restarted(kept, kill=kill)
+            beats = "cp beat before; for n in $(seq 600); do cmp -s before beat || exit 0; sleep 0.05; done; exit 1"
+            assert (await box.exec(beats)).ok, "what ran in the background does not run any more"
+            assert await box.read_text("file") == "kept"
+            async with t.sandbox(image=image, memory="128MiB") as other:
+                assert (await other.exec("cat file")).stdout == "kept"
+
+    play(kept, test)
+    assert "taken over" in kept.log
+
+
+def test_what_ran_is_lost_and_what_may_run_again_does_and_what_waited_comes_in_its_order(kept: Process) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="256MiB") as box:
+            once = asyncio.create_task(box.exec("echo once >> log; touch a; sleep 60; echo end >> log", cpus=1))
+            again = asyncio.create_task(
+                box.exec("echo again >> log; touch b; test -e go || sleep 60", cpus=1, idempotent=True)
+            )
+            await until_running("a", box)
+            await until_running("b", box)
+            waiting = [asyncio.create_task(box.exec(f"echo {n} >> order", cpus=2)) for n in range(5)]
+            await until_waiting(t, 5)
+            await box.write("go", "")
+            await restarted(kept)
+            lost = await once
+            assert lost.status is Status.LOST and "restarted while it ran" in lost.reason
+            assert (await again).ok
+            assert all(result.ok for result in await asyncio.gather(*waiting))
+            assert sorted((await box.read_text("log")).split()) == ["again", "again", "once"]
+            assert sorted((await box.read_text("order")).split()) == list("01234")
+
+    play(kept, test)
+
+
+def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="process", node="cores = 1")
+
+    async def test(t: Client) -> None:
+        wire = t._transport.wire  # type: ignore[attr-defined]
+        async with t.sandbox(memory="64MiB") as box:
+            running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
+            await until_running("a", box)
+            waiting = asyncio.create_task(box.exec("true", cpus=1))
+            await until_waiting(t, 1)
+            await restarted(process)
+            reasons = {(await running).reason, (await waiting).reason}
+            assert len(reasons) == 2
+            view = msgspec.json.decode(await wire.ask("GET", "/v1/view"))
+            assert view["runs"][0]["settled"] == {"lost": 2} and view["runs"][0]["act"]["count"] == 0
+            rows = msgspec.json.decode(await wire.ask("GET", "/v1/timeline"))["rows"]
+            assert [row[5] for row in rows] == ["lost", "lost"]
+            story = msgspec.json.decode(await wire.ask("GET", f"/v1/actions/{rows[0][1]}/story"))
+            assert story["status"] == "lost" and story["explanation"] == "the service was restarted while it ran"
+            assert story["lines"][-1]["text"] == "lost: the service was restarted while it ran"
+            metrics = (await wire.ask("GET", "/metrics")).decode()
+            assert 'tangram_actions_total{run="default",status="lost"} 2' in metrics
+            await asyncio.to_thread(process.stop)
+            seen = survey(process.folder / "events.jsonl")
+            assert [run.statuses for run in seen.runs] == [{"lost": 2}] and seen.unsettled == 0
+            await asyncio.to_thread(process.start)
+            assert 'status="lost"' not in (await wire.ask("GET", "/metrics")).decode(), "it was counted before"
+
+    play(process, test)
+
+
+async def until_waiting(t: Client, count: int) -> None:
+    """So many actions are in the queue."""
+    wire = t._transport.wire  # type: ignore[attr-defined]
+    while msgspec.json.decode(await wire.ask("GET", "/v1/view"))["waiting_total"] < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="process")
+
+    async def test(t: Client) -> None:
+        wire = t._transport.wire  # type: ignore[attr-defined]
+        async with t.sandbox(memory="64MiB") as box:
+            body = {"id": "mine", "sandbox": box.name, "work": {"type": "Exec", "command": "echo $$; date +%s%N"}}
+            first = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+            assert b"succeeded" in first
+            await restarted(process)
+            assert await wire.ask("GET", "/v1/actions/mine", wait_s=0.0) == first
+            assert await wire.ask("POST", "/v1/actions", body, wait_s=0.0) == first, "it ran again"
+
+    play(process, test)
+
+
+def test_what_is_in_a_sandbox_that_did_not_survive_is_lost_and_says_why(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="process")
+
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            assert (await box.exec("true")).ok
+            await restarted(process)
+            result = await box.exec("true")
+            assert result.status is Status.LOST and "is gone" in result.reason
+            with pytest.raises(ManagerError, match="is gone"):
+                await box.read("x")
+
+    play(process, test)
+    assert "sandbox lost" in process.log
+
+
+def test_a_stop_lets_what_runs_end_and_a_second_one_does_not_wait(kept: Process) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            short = asyncio.create_task(box.exec("touch a; sleep 1; echo whole", cpus=1))
+            await until_running("a", box)
+            await restarted(kept, kill=False)
+            assert (await short).stdout == "whole\n"
+            long = asyncio.create_task(box.exec("touch b; sleep 60", cpus=1))
+            await until_running("b", box)
+            os.kill(kept.pid, 15)
+            await asyncio.sleep(0.1)
+            await restarted(kept, kill=False)
+            assert (await long).status is Status.LOST
+
+    play(kept, test)
+
+
+def test_a_service_that_is_killed_while_it_drains_loses_nothing(kept: Process) -> None:
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box:
+            running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=2))
+            await until_running("a", box)
+            waiting = asyncio.create_task(box.exec("echo waited", cpus=2))
+            await until_waiting(t, 1)
+            os.kill(kept.pid, 15)
+            while "stopping signal=SIGTERM" not in kept.log:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await restarted(kept)
+            assert (await running).status is Status.LOST
+            assert (await waiting).stdout == "waited\n"
+
+    play(kept, test)
+
+
+def test_a_session_that_ended_with_the_service_says_so_whatever_else_ran_in_its_sandbox(kept: Process) -> None:
+    """Its shell is awake while another action runs, and ends by itself when the service does: here it is seen to end
+    before the service."""
+
+    async def test(t: Client) -> None:
+        async with t.sandbox(memory="128MiB") as box, box.session() as session:
+            await session.exec("export X=42; cd /tmp")
+            running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
+            await until_running("a", box)
+            os.kill(kept.pid, signal.SIGSTOP)
+            (shell,) = set(found_by(HELD_SHELL)) & inside(kept.folder / "state")
+            os.kill(shell, signal.SIGKILL)
+            await until(lambda: not os.path.exists(f"/proc/{shell}"), "its spawner has noticed its end")
+            await restarted(kept)
+            assert (await running).status is Status.LOST
+            result = await session.exec("echo X=$X; pwd")
+            assert (result.session_ended, result.stdout) == (True, "")
+            with pytest.raises(SessionEnded):
+                await session.exec("true")
+
+    play(kept, test)
+
+
+def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_leaves_nothing(kept: Process) -> None:
+    """As an administrator does who stops it for good."""
+    state = kept.folder / "state"
+
+    async def test(t: Client) -> None:
+        box = await t.sandbox(memory="128MiB").__aenter__()
+        await box.write("file", "kept")
+        await box.exec(f"(sleep 9301 > /dev/null 2>&1 &); {until_runs('9301')}")
+        (owner,) = [path.name for path in (state / "owners").iterdir()]
+        kept.configure(service='sandboxes_on_stop = "close"')
+        await restarted(kept, kill=False)
+        assert await box.read_text("file") == "kept", "it was not taken over"
+        assert owner in groups.owners() and found_by("9301")
+        await asyncio.to_thread(kept.stop)
+        assert list((state / "owners").iterdir()) == [] and owner not in groups.owners()
+        assert processes_of(state, set()) == {} and not found_by("9301") and mounts_below(state) == []
+        await asyncio.to_thread(kept.start)
+        assert (await box.exec("true")).status is Status.LOST
+
+    play(kept, test)
+    assert "1 sandbox taken over" in kept.log and "did not survive the end" in kept.log
+
+
+def test_two_services_on_one_journal_are_one_too_many(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+    with process:
+        second = Process(tmp_path / "service", backend="fake")
+        with pytest.raises(AssertionError, match=f"belongs to process {process.pid}"):
+            second.start()
+        assert second.ended() == 2
+
+
+# ---- the journal, seen from outside -------------------------------------------------------------------------------
+
+
+async def noted(wire: Wire, count: int, text: str) -> list[str]:
+    """Ids of actions that have settled, and whose results nobody took away."""
+    ids = [f"a{n}" for n in range(count)]
+    for id in ids:
+        body = {"id": id, "sandbox": "box", "work": {"type": "Exec", "command": f"echo {text}"}}
+        await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+    return ids
+
+
+@asynccontextmanager
+async def asking(url: str, reconnect_s: float = 60.0) -> AsyncIterator[Wire]:
+    wire = Wire(url, "", "", reconnect_s)
+    await wire.open()
+    try:
+        yield wire
+    finally:
+        await wire.close()
+
+
+OPEN = {"id": "open", "sandbox": "box", "work": {"type": "Open", "spec": {}}}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small disk")
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m,mode=0700", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_stops_the_service_and_nothing_acknowledged_is_lost(small_disk: Path) -> None:
+    process = Process(small_disk, backend="fake")
+    process.start()
+
+    async def fill() -> list[str]:
+        acknowledged = []
+        async with asking(process.url, reconnect_s=0.0) as wire:
+            await wire.ask("POST", "/v1/actions", OPEN, wait_s=30.0)
+            for n in range(10_000):
+                body = {"id": f"a{n}", "sandbox": "box", "work": {"type": "Exec", "command": f"echo {'x' * 50_000}"}}
+                try:
+                    reply = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)
+                except ManagerError:
+                    return acknowledged
+                assert b"succeeded" in reply
+                acknowledged.append(f"a{n}")
+        raise AssertionError("the disk was never full")
+
+    acknowledged = asyncio.run(fill())
+    assert process.ended() == 1, "2 says that no start can help"
+    assert "cannot be used" in process.log and acknowledged
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+
+    async def look() -> None:
+        async with asking(process.url) as wire:
+            for id in acknowledged:
+                assert b"succeeded" in await wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0)
+
+    with process:
+        asyncio.run(look())
+
+
+def test_a_log_that_was_cut_is_said_and_what_was_committed_before_is_there(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+
+    async def fill() -> list[str]:
+        async with asking(process.url) as wire:
+            await wire.ask("POST", "/v1/actions", OPEN, wait_s=30.0)
+            return await noted(wire, 20, "kept")
+
+    process.start()
+    ids = asyncio.run(fill())
+    process.kill()
+    wal = process.folder / "journal.db-wal"
+    os.truncate(wal, wal.stat().st_size - 100)
+
+    async def look() -> None:
+        async with asking(process.url) as wire:
+            for id in ids[:-1]:
+                assert b"succeeded" in await wire.ask("GET", f"/v1/actions/{id}", wait_s=0.0)
+
+    with process:
+        asyncio.run(look())
+    assert "log" in process.log.split("recovered=")[2].splitlines()[0], process.log
+
+
+def test_a_database_that_is_damaged_is_a_clear_stop(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+    process.start()
+    process.stop()
+    path = process.folder / "journal.db"
+    content = bytearray(path.read_bytes())
+    content[100:4000] = os.urandom(3900)
+    path.write_bytes(content)
+    with pytest.raises(AssertionError, match="is damaged"):
+        process.start()
+    assert process.ended() == 2
+    assert path.read_bytes() == content, "something was changed"
+
+
+def test_a_journal_that_others_could_write_is_refused(tmp_path: Path) -> None:
+    process = Process(tmp_path / "service", backend="fake")
+    process.folder.chmod(0o777)
+    with pytest.raises(AssertionError, match="journal"):
+        process.start()
+    assert process.ended() == 2
+
+
+def test_whoever_manages_services_is_told_when_it_serves_and_when_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(tmp_path / "notify"))
+        told.settimeout(60.0)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with Process(tmp_path / "service", backend="fake"):
+            assert told.recv(100) == b"READY=1"
+        assert told.recv(100) == b"STOPPING=1"
