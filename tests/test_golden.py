@@ -54,7 +54,7 @@ from tangram.server.http.auth import Runs
 from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import decode_action, decode_settled, decode_work
 from tangram.server.journal.journal import Journal, Phase, Recovered
-from tangram.sim.record import opened
+from tangram.sim.recordings import opened
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = (

@@ -11,7 +11,7 @@ import msgspec
 from acts import RUNS, Act
 
 from tangram.core.messages import Evicted, Finished, Grant, Resident, Settle, Start, Submit
-from tangram.sim.record import opened
+from tangram.sim.recordings import opened
 
 GPU_POOL = "gpu@"
 

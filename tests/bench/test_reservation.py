@@ -25,8 +25,8 @@ from tangram.core.messages import Finished, Grant, Release, Reserve, Settle, Sha
 from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig
 from tangram.sim.compare import Setup, Source, compare
-from tangram.sim.record import recorded_size
-from tangram.sim.survey import replay, survey
+from tangram.sim.recordings import recorded_size
+from tangram.sim.trace_summary import replay, survey
 
 SMALL = Sizes(groups=1, siblings=3, think_faster=150.0, seeds=1)
 """Numbers of so small a run mean nothing; everything else about them is as it should be."""

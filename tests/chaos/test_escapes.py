@@ -21,7 +21,7 @@ import pytest
 from tests.chaos.conftest import found_by, owner_name, seen, spawner, until
 
 import tangram
-from tangram.client.trees import unpack_tree
+from tangram.client.tree_archive import unpack_tree
 from tangram.errors import FileFailed
 from tangram.managers.sandboxes.bwrap.images.store import SANDBOX_UID
 

@@ -17,7 +17,7 @@ import pytest
 from tangram.cli import reference
 from tangram.core.action import TRANSITIONS
 from tangram.errors import InvariantError
-from tangram.sim import survey
+from tangram.sim import trace_summary
 
 COMMAND = str(Path(sys.executable).with_name("tangram"))
 
@@ -73,7 +73,7 @@ def test_a_bug_of_ours_is_called_one_and_brings_its_story(cli, monkeypatch: pyte
     def broken(path: Path) -> None:
         raise InvariantError("pool cpu is oversold", ["1.0 s Submit", "2.0 s Start"])
 
-    monkeypatch.setattr(survey, "survey", broken)
+    monkeypatch.setattr(trace_summary, "survey", broken)
     done = cli("trace", "show", "x.jsonl")
     assert done.code == 2
     assert "this is a bug in Tangram" in done.err and "2.0 s Start" in done.err

@@ -61,7 +61,7 @@ from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
 from tangram.server.observe.metrics import FAMILIES
-from tangram.sim.record import recording
+from tangram.sim.recordings import recording
 
 STATE = "/STATE"
 BEGAN_AT = 1_790_000_000.0

@@ -47,7 +47,7 @@ from tangram.rl.training_settings import (
     TrainSettings,
 )
 from tangram.rl.trajectory_log import TrajectoryLog, read
-from tangram.sim.record import opened
+from tangram.sim.recordings import opened
 
 torch = pytest.importorskip("torch") if os.environ.get("CI") != "true" else __import__("torch")
 

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
-from tangram.client.checks import Life
 from tangram.client.functions import Function, Functions, function
 from tangram.client.transport import LocalPending, Pending
+from tangram.client.validation import Life
 from tangram.core.action import Action
 from tangram.core.messages import Pool, PoolChanged, cpu_node
 from tangram.core.policies import policy

@@ -244,7 +244,7 @@ def _sizes(
 def _usual_size(source: Source, first: Workload) -> Size:
     import msgspec
 
-    from tangram.sim.record import recorded_size
+    from tangram.sim.recordings import recorded_size
     from tangram.sim.size import default_size
 
     if recording := recording_of(source):
@@ -257,7 +257,7 @@ def _usual_size(source: Source, first: Workload) -> Size:
 
 def recording_of(source: Source) -> str:
     """The one recording that is played, which says how it was scheduled; "" for anything else."""
-    from tangram.sim.record import is_recording
+    from tangram.sim.recordings import is_recording
 
     return source.traces[0] if len(source.traces) == 1 and is_recording(source.traces[0]) else ""
 

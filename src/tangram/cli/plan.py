@@ -128,7 +128,7 @@ def plan(
 
 def _recorded(source: Source, resource: str) -> tuple[str, int] | None:
     """The policy and the size that a recording was made with; None where nothing says it."""
-    from tangram.sim.record import recorded_policy, recorded_size
+    from tangram.sim.recordings import recorded_policy, recorded_size
 
     recording = options.recording_of(source)
     size = recorded_size(recording) if recording else None

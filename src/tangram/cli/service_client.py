@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
-from tangram.client.reaching import broken_off, no_service, reason, unknown_token, wants_token, without_tls
+from tangram.client.connection_errors import broken_off, no_service, reason, unknown_token, wants_token, without_tls
 from tangram.errors import InvalidConfig, ManagerError, TangramError
 
 if TYPE_CHECKING:

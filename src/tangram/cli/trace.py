@@ -13,7 +13,7 @@ from tangram.cli.service_client import URL, Ca, Connection, Target, Token, Token
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tangram.sim.survey import RunTime, Survey
+    from tangram.sim.trace_summary import RunTime, Survey
 
 app = typer.Typer(help="Get the trace of a shared service, and look into one.", no_args_is_help=True)
 
@@ -110,7 +110,7 @@ def story(
     """Tell all that happened to one action, in order."""
     from tangram.core.messages import Submit
     from tangram.core.trace import describe, mentions
-    from tangram.sim.record import opened
+    from tangram.sim.recordings import opened
 
     found: list[Any] = []
     ids: list[str] = []
@@ -139,7 +139,7 @@ def _nearest(action: str, ids: list[str]) -> str:
 @app.command("show", epilog="[bold]Example[/bold]\n\ntangram trace show run.jsonl")
 def show_trace(file: File, as_json: Json = False) -> None:
     """Show what a trace holds, and where the time of each run went."""
-    from tangram.sim.survey import survey
+    from tangram.sim.trace_summary import survey
 
     found = survey(file)
     if as_json:
@@ -189,7 +189,7 @@ def replay_trace(file: File, as_json: Json = False) -> None:
 
     Ends with 1 if they do not, and shows the first difference.
     """
-    from tangram.sim.survey import replay
+    from tangram.sim.trace_summary import replay
 
     found = replay(file)
     if as_json:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from tangram.client.checks import Content, Params, bytes_of, method_of, params_of, seconds_of, sendable_headers
 from tangram.client.quota import QuotaUse
+from tangram.client.validation import Content, Params, bytes_of, method_of, params_of, seconds_of, sendable_headers
 from tangram.errors import ActionLost, ActionTimedOut, InvalidAction, ManagerError
 from tangram.managers.http import NOT_DONE, PASSING, Answer, Http, TooLarge, pause_s
 

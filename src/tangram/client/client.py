@@ -19,7 +19,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tangram.client.api import RETRIES, TIMEOUT_S, Api
-from tangram.client.checks import (
+from tangram.client.functions import CallResult, Function, Functions
+from tangram.client.models import Inference, demand_of, devices_of, inference_of, payload_of, refused, services_of
+from tangram.client.quota import QuotaUse
+from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
+from tangram.client.transport import LocalTransport, Transport
+from tangram.client.validation import (
     Life,
     PathText,
     Quotas,
@@ -32,11 +37,6 @@ from tangram.client.checks import (
     seconds_of,
     variables_of,
 )
-from tangram.client.functions import CallResult, Function, Functions
-from tangram.client.models import Inference, demand_of, devices_of, inference_of, payload_of, refused, services_of
-from tangram.client.quota import QuotaUse
-from tangram.client.sandbox import OPEN_CORES, Image, Sandbox
-from tangram.client.transport import LocalTransport, Transport
 from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand
 from tangram.core.demand import cores as cores_of
@@ -455,7 +455,7 @@ def connect(
     observer = None
     if record:
         from tangram.files.atomic_file import check_writable
-        from tangram.sim.record import recording  # brings numpy along
+        from tangram.sim.recordings import recording  # brings numpy along
 
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))

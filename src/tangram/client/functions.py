@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tangram.client.checks import Life, Quotas, quota_demand
 from tangram.client.result import Timing, raise_for
-from tangram.client.sharing import Sharing
+from tangram.client.single_flight import Sharing
 from tangram.client.transport import Pending
+from tangram.client.validation import Life, Quotas, quota_demand
 from tangram.core.action import ID_LENGTH_MAX, NO_USAGE, Action, Outcome, Status, Usage
 from tangram.core.demand import CPU, Amounts, Demand, fixed
 from tangram.core.messages import Pool

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
 
-from tangram.client.checks import Life, headers_of, status_of
 from tangram.client.result import result_of
 from tangram.client.transport import Pending, Transport
+from tangram.client.validation import Life, headers_of, status_of
 from tangram.core.action import Action
 from tangram.errors import InvalidAction
 from tangram.managers.quotas.manager import TOKENS, Quota

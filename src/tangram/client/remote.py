@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from tangram.client.reaching import broken_off, no_service, reason, unknown_token, wants_token, without_tls
+from tangram.client.connection_errors import broken_off, no_service, reason, unknown_token, wants_token, without_tls
 from tangram.client.remote_files import RemoteFiles, RemoteImages
 from tangram.client.transport import Pending
 from tangram.core.action import Action, Outcome, Status

@@ -19,7 +19,10 @@ from typing import BinaryIO, Self, cast
 
 import msgspec
 
-from tangram.client.checks import (
+from tangram.client.result import Result, result_of
+from tangram.client.transport import Pending, Transport
+from tangram.client.tree_archive import pack_tree, unpack_tree
+from tangram.client.validation import (
     Command,
     Content,
     Life,
@@ -34,9 +37,6 @@ from tangram.client.checks import (
     variables_of,
     words_of,
 )
-from tangram.client.result import Result, result_of
-from tangram.client.transport import Pending, Transport
-from tangram.client.trees import pack_tree, unpack_tree
 from tangram.core.action import PRIORITY_MAX, Action, Status
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.sizes import Cpus, amounts, in_bytes

@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tangram.client.api import Api
-from tangram.client.checks import Life
 from tangram.client.client import Client, connect
 from tangram.client.quota import QuotaUse
 from tangram.client.sandbox import Sandbox, Server, Session
+from tangram.client.validation import Life
 from tangram.errors import TangramError
 
 P = ParamSpec("P")

@@ -23,7 +23,8 @@ from tangram.files.atomic_file import partial_of
 from tangram.processes.process_pool import Progress, Workers
 from tangram.reports.formatting import out_of
 from tangram.reports.statistics import Interval, ratio_of
-from tangram.sim import faults, record, traces
+from tangram.sim import faults, traces
+from tangram.sim import recordings as record
 from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
 from tangram.sim.on_demand import NAME as ON_DEMAND

@@ -25,7 +25,7 @@ from tangram.core.demand import CPU, GPU, Demand, cores, learned, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.sim.episode import ApiLimit, ApiModel, Episode, ServiceModel, Step, Turn, Workload
-from tangram.sim.record import SECONDS_MAX, is_recording, load_recording
+from tangram.sim.recordings import SECONDS_MAX, is_recording, load_recording
 from tangram.sim.workloads import elastic, options
 from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY, REWARD_CORES_MIN
 from tangram.sim.workloads.fit import SECONDS_MIN, stream

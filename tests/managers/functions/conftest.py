@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tangram.client.checks import Life
 from tangram.client.functions import Functions
 from tangram.client.transport import LocalPending, Pending
+from tangram.client.validation import Life
 from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import Pool, PoolChanged, cpu_node

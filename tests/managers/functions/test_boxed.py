@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.managers.functions.conftest import DEADLINE_S, below, until
 
 import tangram
-from tangram.client.checks import Life
 from tangram.client.functions import CallResult, Functions
 from tangram.client.transport import LocalPending, Pending
+from tangram.client.validation import Life
 from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import Grant, Pool, PoolChanged

@@ -16,9 +16,9 @@ from tests.managers.functions.conftest import DEADLINE_S, Bench, below, lines, l
 import tangram
 from tangram import Quota, Rate
 from tangram.client import functions as module
-from tangram.client.checks import Life
 from tangram.client.functions import Functions, function
 from tangram.client.transport import Pending
+from tangram.client.validation import Life
 from tangram.core.action import Action
 from tangram.core.messages import Pool
 from tangram.errors import ActionTimedOut, AdmissionRefused, FunctionFailed, InvalidAction, TangramError

@@ -13,7 +13,7 @@ from tests.managers.functions import rewards
 from tests.managers.functions.conftest import DEADLINE_S, Bench, lines, living, until
 
 from tangram.client.functions import function
-from tangram.client.sharing import Sharing
+from tangram.client.single_flight import Sharing
 from tangram.core.action import Outcome, Status
 from tangram.runtime.orchestrator import Settled
 

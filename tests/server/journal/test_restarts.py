@@ -23,7 +23,7 @@ from tangram.core.action import Status
 from tangram.errors import ManagerError, SessionEnded
 from tangram.managers.sandboxes.cgroups import groups
 from tangram.processes.streams import HELD_SHELL
-from tangram.sim.survey import survey
+from tangram.sim.trace_summary import survey
 
 DEADLINE_S = 120.0
 

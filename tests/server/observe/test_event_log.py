@@ -11,7 +11,7 @@ from tangram.core.messages import Tick
 from tangram.core.trace import Header
 from tangram.server.observe import event_log
 from tangram.server.observe.event_log import FLUSH_S, EventLog
-from tangram.sim.record import opened
+from tangram.sim.recordings import opened
 
 
 def many(log: EventLog, count: int, now: float = 0.0) -> None:

@@ -33,7 +33,7 @@ from tangram.files.atomic_file import whole_file
 from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
 from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
-from tangram.sim.record import load_recording, opened
+from tangram.sim.recordings import load_recording, opened
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
 

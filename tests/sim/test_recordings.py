@@ -32,10 +32,10 @@ from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim import traces
 from tangram.sim.compare import Setup, Source, compare
 from tangram.sim.episode import Counting, Episode, ServiceModel, Step, Turn, Workload, api_model
-from tangram.sim.record import load_recording, recorded_size, recording
+from tangram.sim.recordings import load_recording, recorded_size, recording
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size, default_size
-from tangram.sim.survey import replay, survey
+from tangram.sim.trace_summary import replay, survey
 from tangram.sim.workload import build
 
 

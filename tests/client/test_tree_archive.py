@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tangram.client.trees import pack_tree, unpack_tree
+from tangram.client.tree_archive import pack_tree, unpack_tree
 from tangram.errors import FileFailed
 
 
