@@ -9,9 +9,10 @@ import pytest
 
 from tangram.processes import child
 from tangram.processes.fork_server import Nursery
-from tangram.rl import assembly, pipeline
-from tangram.rl.engines.process import PROGRAM
-from tangram.rl.settings import RolloutSettings
+from tangram.rl.config.rollout_settings import RolloutSettings
+from tangram.rl.inference.engines.process import PROGRAM
+from tangram.rl.rollout import assembly
+from tangram.rl.train import pipeline
 
 
 class Lasting(Nursery):

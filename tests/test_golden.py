@@ -41,12 +41,12 @@ from tangram.managers.functions.work import Failure, answer_of
 from tangram.managers.sandboxes.bwrap.images.store import ImageStore
 from tangram.managers.sandboxes.bwrap.records import Records
 from tangram.managers.work import SandboxSpec
-from tangram.rl.checkpoints import read_checkpoint
-from tangram.rl.metrics_log import read_metrics
-from tangram.rl.run_folder import open_run, read_modules, read_settings
-from tangram.rl.sample_log import Lost, Put, needed
-from tangram.rl.timeline import logged
-from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Statistics, read
+from tangram.rl.observe.timeline import logged
+from tangram.rl.runs.checkpoints import read_checkpoint
+from tangram.rl.runs.metrics_log import read_metrics
+from tangram.rl.runs.run_folder import open_run, read_modules, read_settings
+from tangram.rl.runs.sample_log import Lost, Put, needed
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Statistics, read
 from tangram.runtime.wire import AnyWork, Submission
 from tangram.server.actions.images import OwnedImages
 from tangram.server.http.auth import Record as RunRecord

@@ -44,7 +44,7 @@ ABOVE_ALL = ("__init__", "__main__")
 
 IMPURE = ("asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time")
 HEAVY = ("ray", "torch", "transformers")
-MADE_OF_TORCH = "tangram.rl.nn"
+MADE_OF_TORCH = "tangram.rl.model"
 """Its modules are made of PyTorch, so they import it at once; whoever uses one of them imports it as late as that."""
 
 KEEPS_ORDER = ("enumerate", "filter", "iter", "list", "map", "tuple", "zip")
@@ -347,8 +347,8 @@ def test_a_heavy_import_where_it_is_used_is_allowed(source: str) -> None:
 
 
 def test_what_is_made_of_torch_imports_it_at_once_and_is_itself_heavy() -> None:
-    assert heavy_imports(ast.parse("import torch"), "tangram.rl.nn.transformer") == []
-    late = "def load():\n    from tangram.rl.nn.transformer import Transformer"
-    assert heavy_imports(ast.parse(late), "tangram.rl.engines.process") == []
-    early = "from tangram.rl.nn.transformer import Transformer"
-    assert len(heavy_imports(ast.parse(early), "tangram.rl.engines.process")) == 1
+    assert heavy_imports(ast.parse("import torch"), "tangram.rl.model.transformer") == []
+    late = "def load():\n    from tangram.rl.model.transformer import Transformer"
+    assert heavy_imports(ast.parse(late), "tangram.rl.inference.engines.process") == []
+    early = "from tangram.rl.model.transformer import Transformer"
+    assert len(heavy_imports(ast.parse(early), "tangram.rl.inference.engines.process")) == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 from make import HERE, standalone
 
 from tangram.reports.svg import Drawing, Linear, duration
-from tangram.rl.metrics_log import METRICS_FILE, read_metrics
-from tangram.rl.training_records import Evaluated, Warmed
+from tangram.rl.runs.metrics_log import METRICS_FILE, read_metrics
+from tangram.rl.train.records import Evaluated, Warmed
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 622.0, 50.0, 258.0

@@ -31,10 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 
 from tangram.errors import TangramError
-from tangram.rl.imitated import imitated
-from tangram.rl.pipeline import train
-from tangram.rl.records import Group, Stage, Trajectory
-from tangram.rl.settings import (
+from tangram.rl.config.rollout_settings import (
     EngineSettings,
     GroupSettings,
     OutsideSettings,
@@ -42,14 +39,17 @@ from tangram.rl.settings import (
     RewardSettings,
     TaskSettings,
 )
-from tangram.rl.training_records import AnyLine, Evaluated, Noticed, Trained
-from tangram.rl.training_settings import (
+from tangram.rl.config.training_settings import (
     EvaluationSettings,
     ObjectiveSettings,
     TeacherSettings,
     TrainingSettings,
     TrainSettings,
 )
+from tangram.rl.rollout.records import Group, Stage, Trajectory
+from tangram.rl.train.behaviour_cloning import imitated
+from tangram.rl.train.pipeline import train
+from tangram.rl.train.records import AnyLine, Evaluated, Noticed, Trained
 
 TEACHERS = {"chain": "counter", "frozenlake": "walker"}
 """By task."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tangram.bench import BenchResult, affinity, redundancy, rollout, serverless
-from tangram.rl.affinity import BANDWIDTH, COMPUTE
+from tangram.rl.inference.affinity import BANDWIDTH, COMPUTE
 from tangram.sim.serving_model import QWEN3_8B
 
 ROLLOUT = rollout.Sizes(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tangram.bench import step
-from tangram.rl.records import Ending, Span, Stage, Trajectory
+from tangram.rl.rollout.records import Ending, Span, Stage, Trajectory
 
 if os.environ.get("CI") != "true":
     pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import pytest
 
 from tangram.bench import ladder, learning
 from tangram.bench.base import Findings
-from tangram.rl.training_records import Evaluated, TaskStep, Trained
+from tangram.rl.train.records import Evaluated, TaskStep, Trained
 
 TINY = ladder.Sizes(seeds=1, groups=2, members=2, steps=3, latency_s=0.001, epochs=1, score=0.0)
 

@@ -14,17 +14,17 @@ import msgspec
 import pytest
 from tests.rl import recordings
 from tests.rl.recordings import HOSTILE, simple, span
-from tests.rl.test_tokenizer import folder_of
+from tests.rl.rollout.test_tokenizer import folder_of
 
 from tangram.client.client import connect
-from tangram.rl.codec import Words
+from tangram.rl.config.rollout_settings import PolicySettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.agents import Episode, play
-from tangram.rl.environments.base import Outside
+from tangram.rl.environments.protocol import Outside
 from tangram.rl.environments.registry import words_of
-from tangram.rl.records import Ending, Group, Stage, Trajectory, Turn
-from tangram.rl.settings import PolicySettings, RolloutSettings, TaskSettings
-from tangram.rl.tokenizer import TextCodec
-from tangram.rl.trajectory_log import EngineEvent, GroupClosing, TrajectoryLog, read
+from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory, Turn
+from tangram.rl.rollout.tokenizer import TextCodec
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, TrajectoryLog, read
 
 
 @pytest.fixture

@@ -18,13 +18,19 @@ import pytest
 from tests.rl.rollout.world import CODEC, PATH, Plan, Talker, World, run
 
 from tangram.clock import VirtualLoop
-from tangram.rl.checkpoints import RunState, folder_name, seal, write_state
+from tangram.rl.config.rollout_settings import (
+    EngineSettings,
+    GroupSettings,
+    RewardSettings,
+    RolloutSettings,
+    TaskSettings,
+)
+from tangram.rl.config.training_settings import EvaluationSettings, TeacherSettings, TrainSettings
 from tangram.rl.environments.registry import resolve, words_of
-from tangram.rl.evaluation import SEED_FIRST, evaluate, held_out
-from tangram.rl.rollout import Rollout, tickets
-from tangram.rl.run_folder import CHECKPOINTS, open_run
-from tangram.rl.settings import EngineSettings, GroupSettings, RewardSettings, RolloutSettings, TaskSettings
-from tangram.rl.training_settings import EvaluationSettings, TeacherSettings, TrainSettings
+from tangram.rl.rollout.rollout import Rollout, tickets
+from tangram.rl.runs.checkpoints import RunState, folder_name, seal, write_state
+from tangram.rl.runs.run_folder import CHECKPOINTS, open_run
+from tangram.rl.train.evaluation import SEED_FIRST, evaluate, held_out
 
 Cli = Callable[..., Any]
 
@@ -40,10 +46,10 @@ SETTINGS = TrainSettings(
 
 def saved(folder: Path, seed: int) -> None:
     """A checkpoint of a policy that has learned nothing."""
-    from tangram.rl.assembly import WORDS
-    from tangram.rl.codec import Words
-    from tangram.rl.nn.checkpoint import save
-    from tangram.rl.nn.transformer import Transformer, small
+    from tangram.rl.model.model_folder import save
+    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.rollout.assembly import WORDS
+    from tangram.rl.rollout.codec import Words
 
     words = Words(words_of([resolve("frozenlake"), resolve("chain")])).words
     save(Transformer.new(small(len(words), layers=1, width=16, heads=2, context_max=256), seed), folder)
@@ -51,7 +57,7 @@ def saved(folder: Path, seed: int) -> None:
 
 
 def run_state(step: int) -> RunState:
-    from tangram.rl.buffer import BufferState
+    from tangram.rl.buffer.sample_buffer import BufferState
 
     empty = BufferState(
         version=step, waiting=(), in_flight=(), trained=(), dropped=(), dropped_by_cause={}, trajectories_discarded=0,
@@ -118,7 +124,7 @@ def test_a_named_checkpoint_that_is_damaged_is_not_played(cli: Cli, trained: Pat
 def test_a_run_that_deletes_the_checkpoint_meanwhile_disturbs_nobody(
     cli: Cli, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tangram.rl import assembly
+    from tangram.rl.rollout import assembly
 
     def retained(settings: RolloutSettings) -> Any:
         shutil.rmtree(trained / CHECKPOINTS, ignore_errors=True)
@@ -243,7 +249,7 @@ def test_held_out_seeds_are_never_trained_on_and_always_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["frozenlake", "chain"])
 def test_built_in_tasks_take_held_out_seeds(name: str) -> None:
-    from tangram.rl.environments.base import Outside
+    from tangram.rl.environments.protocol import Outside
 
     async def observed() -> list[str]:
         environment = resolve(name)(Outside())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tangram.cli.rl_rollout import Happened
-from tangram.rl.gateway_records import EngineLost, EngineRemoved, RequestDropped, RequestResumed
+from tangram.rl.inference.router_records import EngineLost, EngineRemoved, RequestDropped, RequestResumed
 
 Cli = Callable[..., Any]
 

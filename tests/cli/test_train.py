@@ -17,11 +17,11 @@ import pytest
 
 from tangram.cli.training_config import load_with
 from tangram.errors import InvalidConfig, InvalidInput, ManagerError
-from tangram.rl.checkpoints import NoCheckpoint
-from tangram.rl.metrics_log import MetricsLog
-from tangram.rl.run_folder import open_run
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
-from tangram.rl.training_settings import TrainSettings
+from tangram.rl.config.training_settings import TrainSettings
+from tangram.rl.runs.checkpoints import NoCheckpoint
+from tangram.rl.runs.metrics_log import MetricsLog
+from tangram.rl.runs.run_folder import open_run
+from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, TaskStep, Trained, Warmed
 
 Cli = Callable[..., Any]
 
@@ -145,7 +145,7 @@ class Scripted:
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     found = Scripted()
-    monkeypatch.setattr("tangram.rl.pipeline.train", found)
+    monkeypatch.setattr("tangram.rl.train.pipeline.train", found)
     return found
 
 
@@ -338,10 +338,10 @@ def test_settings_that_cannot_be_trained_with_end_with_2_and_leave_nothing(
 
 WAITS = """
 import asyncio, sys
-import tangram.rl.pipeline as pipeline
-from tangram.rl.metrics_log import MetricsLog
-from tangram.rl.run_folder import open_run
-from tangram.rl.training_records import Began, Over
+import tangram.rl.train.pipeline as pipeline
+from tangram.rl.runs.metrics_log import MetricsLog
+from tangram.rl.runs.run_folder import open_run
+from tangram.rl.train.records import Began, Over
 
 async def train(settings, folder, *, resume=False, modules=(), tell=None, client=None, progress=None, watch=None):
     with open_run(folder, settings, resume=resume), MetricsLog(folder, resume=resume) as log:

@@ -12,10 +12,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from tests.rl import recordings
 
-from tangram.rl.records import Stage
-from tangram.rl.settings import TaskSettings
-from tangram.rl.training_progress import TRAINING, WARMING, TrainingProgress
-from tangram.rl.training_records import (
+from tangram.rl.config.rollout_settings import TaskSettings
+from tangram.rl.config.training_settings import TrainingSettings, TrainSettings
+from tangram.rl.observe.training_progress import TRAINING, WARMING, TrainingProgress
+from tangram.rl.observe.training_screen import sparkline
+from tangram.rl.rollout.records import Stage
+from tangram.rl.train.records import (
     Began,
     EngineUse,
     Evaluated,
@@ -26,8 +28,6 @@ from tangram.rl.training_records import (
     Trained,
     Warmed,
 )
-from tangram.rl.training_screen import sparkline
-from tangram.rl.training_settings import TrainingSettings, TrainSettings
 
 NAMES = ("frozenlake", "chain", "codefix")
 

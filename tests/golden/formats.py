@@ -35,21 +35,21 @@ from tangram.managers.sandboxes.bwrap.records import Record as SandboxRecord
 from tangram.managers.sandboxes.bwrap.spawner.client import _Greeting
 from tangram.managers.sandboxes.cgroups import groups
 from tangram.managers.work import Close, Exec, Executed, Open
-from tangram.rl import trainer_messages
-from tangram.rl.buffer_records import BufferState, Waiting
-from tangram.rl.checkpoints import RunState, write_state
-from tangram.rl.engines import messages as engine_messages
-from tangram.rl.engines.base import EngineStatistics
-from tangram.rl.environments.judging import JudgeSettings
-from tangram.rl.gateway_records import EngineLost
-from tangram.rl.metrics_log import MetricsLog
-from tangram.rl.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
-from tangram.rl.run_folder import OWNER, TENSORBOARD, open_run
-from tangram.rl.sample_log import SampleLog
-from tangram.rl.settings import RewardSettings, TaskSettings
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
-from tangram.rl.training_settings import TeacherSettings, TrainSettings
-from tangram.rl.trajectory_log import GroupClosing, Statistics, TrajectoryLog, engine_event
+from tangram.rl.buffer.records import BufferState, Waiting
+from tangram.rl.config.rollout_settings import RewardSettings, TaskSettings
+from tangram.rl.config.training_settings import TeacherSettings, TrainSettings
+from tangram.rl.environments.lookup_judge import JudgeSettings
+from tangram.rl.inference.engines import messages as engine_messages
+from tangram.rl.inference.engines.protocol import EngineStatistics
+from tangram.rl.inference.router_records import EngineLost
+from tangram.rl.rollout.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.runs.checkpoints import RunState, write_state
+from tangram.rl.runs.metrics_log import MetricsLog
+from tangram.rl.runs.run_folder import OWNER, TENSORBOARD, open_run
+from tangram.rl.runs.sample_log import SampleLog
+from tangram.rl.runs.trajectory_log import GroupClosing, Statistics, TrajectoryLog, engine_event
+from tangram.rl.train import trainer_messages
+from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
 from tangram.runtime.error_records import fault_of
 from tangram.runtime.orchestrator import Settled
 from tangram.runtime.wire import AnyWork, Caps, Problem, Submission
@@ -355,10 +355,10 @@ def rollout() -> Files:
 
 def models() -> Files:
     """Names of tensors and keys of files that are kept: published weights, checkpoints, the cached judge."""
-    from tangram.rl.nn.checkpoint import describe, parts_by_name
-    from tangram.rl.nn.judge import Judge
-    from tangram.rl.nn.transformer import ModelConfig, Stretched, Transformer
-    from tangram.rl.nn.weights import Manifest
+    from tangram.rl.model.judge import Judge
+    from tangram.rl.model.model_folder import describe, parts_by_name
+    from tangram.rl.model.transformer import ModelConfig, Stretched, Transformer
+    from tangram.rl.model.weight_store import Manifest
 
     config = ModelConfig(
         vocabulary=8, width=8, layers=1, heads=2, kv_heads=1, head_width=4, inner=16, qkv_bias=True, output_bias=True,

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from tangram.managers.models.torch_engine import Placed
-from tangram.rl.nn.teacher import TeacherEngine
+from tangram.rl.model.teacher import TeacherEngine
 
 
 class Dying(TeacherEngine):

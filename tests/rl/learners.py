@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from tangram.errors import InvalidInput, ManagerError
-from tangram.rl.nn import weights
-from tangram.rl.nn.policy import Policy
-from tangram.rl.training_records import Batch, Demonstration
-from tangram.rl.training_settings import TrainSettings
+from tangram.rl.config.training_settings import TrainSettings
+from tangram.rl.model import weight_store
+from tangram.rl.model.policy import Policy
+from tangram.rl.train.records import Batch, Demonstration
 
 STATE = "state.pt"
 HALF = "half.pt"
@@ -99,11 +99,11 @@ class Adder:
                 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
             case "slow publishing":
-                whole = weights.write_bucket
+                whole = weight_store.write_bucket
 
                 def half(*arguments):
                     whole(*arguments)
                     file.touch()
                     time.sleep(600)
 
-                weights.write_bucket = half
+                weight_store.write_bucket = half

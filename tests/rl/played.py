@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tangram.rl.records import Ending, Group, Trajectory, Turn
-from tangram.rl.training_records import Batch
-from tangram.rl.training_settings import ObjectiveSettings, TrainingSettings, TrainSettings
+from tangram.rl.config.training_settings import ObjectiveSettings, TrainingSettings, TrainSettings
+from tangram.rl.rollout.records import Ending, Group, Trajectory, Turn
+from tangram.rl.train.records import Batch
 
 TASK = "toy"
 

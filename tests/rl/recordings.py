@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from tangram.rl.codec import Words
-from tangram.rl.engines.base import EngineStatistics
 from tangram.rl.environments.agents import play
 from tangram.rl.environments.registry import resolve
-from tangram.rl.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Statistics
+from tangram.rl.inference.engines.protocol import EngineStatistics
+from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Statistics
 
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07",

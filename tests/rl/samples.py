@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tangram.rl.buffer_records import BufferState, Waiting
-from tangram.rl.checkpoints import RunState
-from tangram.rl.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.buffer.records import BufferState, Waiting
+from tangram.rl.rollout.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
+from tangram.rl.runs.checkpoints import RunState
 
 
 def ticket(number: int) -> Ticket:

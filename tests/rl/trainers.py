@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tangram.rl.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.settings import EngineSettings, PolicySettings, TaskSettings
-from tangram.rl.trainer_process import ProcessTrainer
-from tangram.rl.training_records import Batch, Demonstration
-from tangram.rl.training_settings import TrainSettings
+from tangram.rl.config.rollout_settings import EngineSettings, PolicySettings, TaskSettings
+from tangram.rl.config.training_settings import TrainSettings
+from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
+from tangram.rl.train.records import Batch, Demonstration
+from tangram.rl.train.trainer_process import ProcessTrainer
 
 SIZE = 29
 SETTINGS = TrainSettings(

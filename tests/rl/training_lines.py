@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tangram.rl.training_records import (
+from tangram.rl.train.records import (
     METRICS,
     AnyLine,
     Began,

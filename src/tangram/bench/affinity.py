@@ -28,12 +28,12 @@ from pathlib import Path
 import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired_values, part
-from tangram.rl.affinity import BANDWIDTH, COMPUTE, PUBLISHED
-from tangram.rl.engines.base import Generation, Noise, Request, Sampling, Weights
-from tangram.rl.engines.process import ProcessEngine
-from tangram.rl.gateway import Gateway
-from tangram.rl.profiler import Profiler
-from tangram.rl.settings import EngineSettings
+from tangram.rl.config.rollout_settings import EngineSettings
+from tangram.rl.inference.affinity import BANDWIDTH, COMPUTE, PUBLISHED
+from tangram.rl.inference.engines.process import ProcessEngine
+from tangram.rl.inference.engines.protocol import Generation, Noise, Request, Sampling, Weights
+from tangram.rl.inference.profiler import Profiler
+from tangram.rl.inference.router import Gateway
 from tangram.sim.serving import PUBLISHED_VS_BANDWIDTH, PUBLISHED_VS_COMPUTE, AffinityGains, affinity_gains
 from tangram.sim.serving_model import MODELS, QWEN3_8B, QWEN3_14B, QWEN3_32B
 
@@ -254,8 +254,8 @@ def fleet_of(name: str, engines: Sequence[ProcessEngine]) -> Gateway:
 
 
 def _published(sizes: Sizes, folder: str) -> Weights:
-    from tangram.rl.nn.transformer import Transformer, small
-    from tangram.rl.nn.weights import publish
+    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.weight_store import publish
 
     config = small(WORDS, layers=1, width=32, heads=2, context_max=engine_settings(sizes, COMPUTE, 1).context_max)
     return publish(Transformer.new(config, 0), config, folder, 0)

@@ -31,13 +31,13 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
 from tangram.errors import ManagerError
 from tangram.reports.statistics import mean_of
-from tangram.rl.engines.base import Noise, Request, Sampling, Weights
-from tangram.rl.engines.messages import StepRecord
-from tangram.rl.engines.process import ProcessEngine
-from tangram.rl.settings import EngineSettings
+from tangram.rl.config.rollout_settings import EngineSettings
+from tangram.rl.inference.engines.messages import StepRecord
+from tangram.rl.inference.engines.process import ProcessEngine
+from tangram.rl.inference.engines.protocol import Noise, Request, Sampling, Weights
 
 if TYPE_CHECKING:
-    from tangram.rl.nn.transformer import Transformer
+    from tangram.rl.model.transformer import Transformer
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,8 +149,8 @@ async def _measure(sizes: Sizes, progress: Progress) -> BenchResult:
 @contextlib.asynccontextmanager
 async def _engine(sizes: Sizes) -> AsyncIterator[tuple[ProcessEngine, Transformer, Weights]]:
     """The engine, its model to be called here, and its weights."""
-    from tangram.rl.nn.transformer import Transformer, small
-    from tangram.rl.nn.weights import publish
+    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.weight_store import publish
 
     config = small(
         sizes.vocabulary, layers=sizes.layers, width=sizes.width, heads=sizes.heads, context_max=sizes.context_max
@@ -195,7 +195,7 @@ def _count(sizes: Sizes) -> int:
 def _plain_tokens_per_s(model: Transformer, sizes: Sizes) -> float:
     import torch
 
-    from tangram.rl.nn.transformer import Cache
+    from tangram.rl.model.transformer import Cache
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the engine has

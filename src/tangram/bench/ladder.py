@@ -24,12 +24,8 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
 from tangram.reports.statistics import mean_of
-from tangram.rl.environments.base import Outside, Step
-from tangram.rl.environments.frozenlake import FrozenLake
-from tangram.rl.pipeline import train
-from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
-from tangram.rl.training_records import AnyLine, Trained
-from tangram.rl.training_settings import (
+from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
+from tangram.rl.config.training_settings import (
     CheckpointSettings,
     EvaluationSettings,
     Mode,
@@ -37,6 +33,10 @@ from tangram.rl.training_settings import (
     TrainingSettings,
     TrainSettings,
 )
+from tangram.rl.environments.frozenlake import FrozenLake
+from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.train.pipeline import train
+from tangram.rl.train.records import AnyLine, Trained
 
 MODES: dict[str, Mode] = {
     "sync": "sync", "sync_plus": "sync+", "one_off": "one-off", "start_bound": "start-bound", "rollart": "rollart",

@@ -25,20 +25,20 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most
 from tangram.client.client import Client
 from tangram.reports.statistics import mean_of
-from tangram.rl.assembly import connection, tasks_of
-from tangram.rl.environments.agents import demonstrations
-from tangram.rl.environments.base import Outside
-from tangram.rl.evaluation import SEED_FIRST
-from tangram.rl.pipeline import train
-from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
-from tangram.rl.training_records import AnyLine, Evaluated, Trained, Warmed
-from tangram.rl.training_settings import (
+from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, PolicySettings, TaskSettings
+from tangram.rl.config.training_settings import (
     CheckpointSettings,
     EvaluationSettings,
     ObjectiveSettings,
     TrainingSettings,
     TrainSettings,
 )
+from tangram.rl.environments.agents import demonstrations
+from tangram.rl.environments.protocol import Outside
+from tangram.rl.rollout.assembly import connection, tasks_of
+from tangram.rl.train.evaluation import SEED_FIRST
+from tangram.rl.train.pipeline import train
+from tangram.rl.train.records import AnyLine, Evaluated, Trained, Warmed
 
 OPTIONS = ("report",)
 # lookup: the agent that it imitates gets a third of all answers right, and a policy that cannot copy names yet gets up

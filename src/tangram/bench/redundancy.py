@@ -21,11 +21,17 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress
 from tangram.bench.rollout import SEEN, TASK, TOKENS, Fixed, Waiting, Waits, serving
 from tangram.reports.statistics import mean_of, ratio_of
-from tangram.rl.gateway import Gateway
-from tangram.rl.records import Ticket
-from tangram.rl.redundancy import report
-from tangram.rl.rollout import Collected, Rollout
-from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, RolloutSettings, TaskSettings
+from tangram.rl.config.rollout_settings import (
+    EngineSettings,
+    GroupSettings,
+    PolicySettings,
+    RolloutSettings,
+    TaskSettings,
+)
+from tangram.rl.inference.router import Gateway
+from tangram.rl.rollout.records import Ticket
+from tangram.rl.rollout.redundancy import report
+from tangram.rl.rollout.rollout import Collected, Rollout
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,12 +34,18 @@ import msgspec
 
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, paired_values
 from tangram.reports.statistics import Interval, mean_of
-from tangram.rl.engines.process import ProcessEngine
-from tangram.rl.environments.base import MakeAgent, Outside, Step
-from tangram.rl.gateway import Gateway
-from tangram.rl.records import Group, Span, Stage, Ticket
-from tangram.rl.rollout import Rollout
-from tangram.rl.settings import EngineSettings, GroupSettings, PolicySettings, RolloutSettings, TaskSettings
+from tangram.rl.config.rollout_settings import (
+    EngineSettings,
+    GroupSettings,
+    PolicySettings,
+    RolloutSettings,
+    TaskSettings,
+)
+from tangram.rl.environments.protocol import MakeAgent, Outside, Step
+from tangram.rl.inference.engines.process import ProcessEngine
+from tangram.rl.inference.router import Gateway
+from tangram.rl.rollout.records import Group, Span, Stage, Ticket
+from tangram.rl.rollout.rollout import Rollout
 
 SPREADS = (0.1, 0.3, 0.5, 0.7, 1.0)
 """σ / μ."""
@@ -175,8 +181,8 @@ def engine_settings(sizes: Sizes) -> EngineSettings:
 @asynccontextmanager
 async def serving(settings: EngineSettings, policy: PolicySettings) -> AsyncIterator[Gateway]:
     """A gateway with one engine and a new model."""
-    from tangram.rl.nn.transformer import Transformer, small
-    from tangram.rl.nn.weights import publish
+    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.weight_store import publish
 
     config = small(
         WORDS, layers=policy.layers, width=policy.width, heads=policy.heads, context_max=settings.context_max

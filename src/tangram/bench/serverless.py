@@ -34,10 +34,16 @@ from tangram.managers.functions.host import Statistics
 from tangram.managers.quotas.manager import QuotaManager
 from tangram.managers.work import Hold
 from tangram.reports.statistics import ratio_of
-from tangram.rl.engines.base import Request, Weights
-from tangram.rl.engines.fake import FakeEngine
-from tangram.rl.rollout import Rollout, tickets
-from tangram.rl.settings import EngineSettings, GroupSettings, RewardSettings, RolloutSettings, TaskSettings
+from tangram.rl.config.rollout_settings import (
+    EngineSettings,
+    GroupSettings,
+    RewardSettings,
+    RolloutSettings,
+    TaskSettings,
+)
+from tangram.rl.inference.engines.fake import FakeEngine
+from tangram.rl.inference.engines.protocol import Request, Weights
+from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.runtime.orchestrator import Orchestrator
 
 SECONDS = {"code": 0.12, "judge": 0.06, "math": 0.03}

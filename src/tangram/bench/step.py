@@ -30,12 +30,14 @@ from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_leas
 from tangram.bench.reservation import usual_backend
 from tangram.bench.reservation.sides import BY_ACTION, RESERVED, SIDES, client
 from tangram.reports.statistics import mean_of
-from tangram.rl.imitated import imitated
-from tangram.rl.pipeline import train
-from tangram.rl.records import Group, Stage, Trajectory
-from tangram.rl.settings import EngineSettings, GroupSettings, OutsideSettings, PolicySettings, TaskSettings
-from tangram.rl.training_records import AnyLine, Trained
-from tangram.rl.training_settings import (
+from tangram.rl.config.rollout_settings import (
+    EngineSettings,
+    GroupSettings,
+    OutsideSettings,
+    PolicySettings,
+    TaskSettings,
+)
+from tangram.rl.config.training_settings import (
     CheckpointSettings,
     EvaluationSettings,
     ObjectiveSettings,
@@ -43,6 +45,10 @@ from tangram.rl.training_settings import (
     TrainSettings,
     WarmStartSettings,
 )
+from tangram.rl.rollout.records import Group, Stage, Trajectory
+from tangram.rl.train.behaviour_cloning import imitated
+from tangram.rl.train.pipeline import train
+from tangram.rl.train.records import AnyLine, Trained
 
 OPTIONS = ("backend",)
 TASK = "codefix"

@@ -29,16 +29,16 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
 from tangram.errors import ManagerError
 from tangram.reports.statistics import mean_of
-from tangram.rl.engines.base import Noise, Request, Sampling, Weights
-from tangram.rl.engines.messages import StepRecord
-from tangram.rl.engines.process import ProcessEngine
-from tangram.rl.gateway import Gateway
-from tangram.rl.gateway_records import EngineUpdated, Event
-from tangram.rl.published import published_folder
-from tangram.rl.settings import EngineSettings
+from tangram.rl.config.rollout_settings import EngineSettings
+from tangram.rl.inference.engines.messages import StepRecord
+from tangram.rl.inference.engines.process import ProcessEngine
+from tangram.rl.inference.engines.protocol import Noise, Request, Sampling, Weights
+from tangram.rl.inference.router import Gateway
+from tangram.rl.inference.router_records import EngineUpdated, Event
+from tangram.rl.train.weights_folder import published_folder
 
 if TYPE_CHECKING:
-    from tangram.rl.nn.transformer import Transformer
+    from tangram.rl.model.transformer import Transformer
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +176,7 @@ class _Rig:
             self._updates.append(event)
 
     async def _publish(self, version: int) -> tuple[float, Weights]:
-        from tangram.rl.nn.weights import forget, publish
+        from tangram.rl.model.weight_store import forget, publish
 
         began_s = time.monotonic()
         weights = await asyncio.to_thread(publish, self._model, self._model.config, self.folder, version)
@@ -199,7 +199,7 @@ class _Rig:
 
 @contextlib.asynccontextmanager
 async def _rig(sizes: Sizes) -> AsyncIterator[_Rig]:
-    from tangram.rl.nn.transformer import Transformer, small
+    from tangram.rl.model.transformer import Transformer, small
 
     config = small(
         sizes.vocabulary, layers=sizes.layers, width=sizes.width, heads=sizes.heads, context_max=sizes.context_max

@@ -16,11 +16,11 @@ from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tangram.rl.records import Trajectory
-    from tangram.rl.replay import Replayed
-    from tangram.rl.settings import TaskSettings
-    from tangram.rl.timeline import Timeline
-    from tangram.rl.trajectory_log import Reading
+    from tangram.rl.config.rollout_settings import TaskSettings
+    from tangram.rl.observe.timeline import Timeline
+    from tangram.rl.rollout.records import Trajectory
+    from tangram.rl.rollout.replay import Replayed
+    from tangram.rl.runs.trajectory_log import Reading
 
 app = typer.Typer(help="Play rollouts, look into what was played, and try environments.", no_args_is_help=True)
 
@@ -78,7 +78,7 @@ def show_log(
 ) -> None:
     """Show the trajectories of a rollout: how each ended, its reward, its turns, tokens and time."""
     from tangram.cli import rl_screen
-    from tangram.rl.trajectory_log import read
+    from tangram.rl.runs.trajectory_log import read
 
     reading = read(file)
     if trajectory is not None:
@@ -102,7 +102,7 @@ def show_log(
 
 
 def _ending(name: str | None) -> str | None:
-    from tangram.rl.records import Ending
+    from tangram.rl.rollout.records import Ending
 
     if name is not None and name not in list(Ending):
         raise InvalidConfig("ending", name, f"one of {', '.join(Ending)}")
@@ -142,7 +142,7 @@ def _nearest(wanted: str, names: list[str]) -> str:
 
 def _chosen(reading: Reading, ids: list[str]) -> list[Trajectory]:
     """These trajectories, in the order of the log."""
-    from tangram.rl.records import Trajectory
+    from tangram.rl.rollout.records import Trajectory
 
     wanted = set(ids)
     names: list[str] = []
@@ -193,7 +193,7 @@ def timeline(
         options.output_files(html=html)
     found = _timeline(file)
     if html is not None:
-        from tangram.rl.timeline_page import write_timeline
+        from tangram.rl.observe.timeline_page import write_timeline
 
         again = shlex.join(["tangram", "rl", "timeline", str(file), "--html", str(html)])
         write_timeline(html, found, file.name, again)
@@ -206,8 +206,8 @@ def timeline(
 
 
 def _timeline(file: Path) -> Timeline:
-    from tangram.rl.timeline import logged
-    from tangram.rl.trajectory_log import read
+    from tangram.rl.observe.timeline import logged
+    from tangram.rl.runs.trajectory_log import read
 
     reading = read(file)
     found = logged(reading)
@@ -247,7 +247,7 @@ def replay(
 
     from tangram.cli import rl_screen
     from tangram.cli.training_config import look_in
-    from tangram.rl.trajectory_log import read
+    from tangram.rl.runs.trajectory_log import read
 
     reading = read(file)
     chosen = _chosen(reading, trajectories) if trajectories else reading.trajectories()
@@ -274,7 +274,7 @@ def _plain(replayed: Replayed) -> dict[str, Any]:
 
 
 def _settings(trajectories: list[Trajectory], reading: Reading) -> dict[str, TaskSettings]:
-    from tangram.rl.replay import settings_of
+    from tangram.rl.rollout.replay import settings_of
 
     return {each.task: settings_of(each, reading.header.settings) for each in trajectories}
 
@@ -287,9 +287,9 @@ async def _replayed(
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
-    from tangram.rl.environments.sharing import needs_of, prepared, require_backend
-    from tangram.rl.replay import replay as replay_one
-    from tangram.rl.replay import task_of
+    from tangram.rl.environments.shared_setup import needs_of, prepared, require_backend
+    from tangram.rl.rollout.replay import replay as replay_one
+    from tangram.rl.rollout.replay import task_of
 
     makers = {name: task_of(each) for name, each in settings.items()}
     for name, maker in makers.items():

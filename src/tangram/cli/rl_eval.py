@@ -16,9 +16,9 @@ from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tangram.rl.evaluation import Scores
-    from tangram.rl.records import Ticket
-    from tangram.rl.settings import RolloutSettings
+    from tangram.rl.config.rollout_settings import RolloutSettings
+    from tangram.rl.rollout.records import Ticket
+    from tangram.rl.train.evaluation import Scores
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -76,7 +76,7 @@ def evaluate(
         found = _found(checkpoint, config, stack)
         settings = _of_task(found.settings, task)
         asked = _asked(found, episodes, 0.0 if greedy else temperature)
-        from tangram.rl.evaluation import held_out
+        from tangram.rl.train.evaluation import held_out
 
         for engine in settings.engines:
             if engine.kind == "openai":
@@ -122,8 +122,8 @@ def _found(checkpoint: Path, config: Path | None, stack: ExitStack) -> Found:
     import msgspec
 
     from tangram.cli.training_config import load_with, look_beside, look_in
-    from tangram.rl.run_folder import CHECKPOINTS, SETTINGS, read_modules, read_settings
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
+    from tangram.rl.runs.run_folder import CHECKPOINTS, SETTINGS, read_modules, read_settings
 
     if not checkpoint.is_dir():
         raise InvalidConfig("checkpoint", str(checkpoint), f"a folder: of a run, or of {_known(checkpoint)}")
@@ -151,9 +151,9 @@ def _found(checkpoint: Path, config: Path | None, stack: ExitStack) -> Found:
 def _held(path: Path, stack: ExitStack, *, newest: bool) -> tuple[Path, Path]:
     """What it is called, and where it stays. It is verified, if it has checksums; one that lies elsewhere than in a
     run is deleted by nobody, and stays where it is."""
-    from tangram.rl.checkpoints import WHOLE, read_checkpoint
-    from tangram.rl.held_checkpoint import held, held_newest
-    from tangram.rl.run_folder import CHECKPOINTS
+    from tangram.rl.runs.checkpoints import WHOLE, read_checkpoint
+    from tangram.rl.runs.pinned_checkpoint import held, held_newest
+    from tangram.rl.runs.run_folder import CHECKPOINTS
 
     if newest:
         return stack.enter_context(held_newest(path, lambda words: typer.echo(f"tangram: {words}", err=True)))
@@ -174,8 +174,8 @@ def _blamed(found: Found, error: InvalidConfig) -> InvalidConfig:
 
 def _known(checkpoint: Path) -> str:
     """Which checkpoints there are, where one was meant that is not there."""
-    from tangram.rl.checkpoints import folder_name, steps_in
-    from tangram.rl.run_folder import CHECKPOINTS
+    from tangram.rl.runs.checkpoints import folder_name, steps_in
+    from tangram.rl.runs.run_folder import CHECKPOINTS
 
     folder = checkpoint.parent
     steps = steps_in(folder) if folder.name == CHECKPOINTS and folder.is_dir() else []
@@ -188,7 +188,7 @@ def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
 
     import msgspec
 
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
 
     if task is None:
         return settings
@@ -206,8 +206,8 @@ def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
 
 def _asked(found: Found, episodes: int | None, temperature: float | None) -> Asked:
     from tangram.config.tables import checked
-    from tangram.rl.settings import TEMPERATURE
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.rollout_settings import TEMPERATURE
+    from tangram.rl.config.training_settings import TrainSettings
 
     assert isinstance(found.settings, TrainSettings)
     usual = found.settings.evaluation
@@ -228,11 +228,11 @@ async def _play(
 
     import msgspec
 
-    from tangram.rl.assembly import assembled, codec_of, tasks_of
-    from tangram.rl.codec import Words
-    from tangram.rl.evaluation import evaluate
-    from tangram.rl.progress import RolloutProgress
-    from tangram.rl.trajectory_log import TrajectoryLog
+    from tangram.rl.observe.rollout_progress import RolloutProgress
+    from tangram.rl.rollout.assembly import assembled, codec_of, tasks_of
+    from tangram.rl.rollout.codec import Words
+    from tangram.rl.runs.trajectory_log import TrajectoryLog
+    from tangram.rl.train.evaluation import evaluate
 
     async with AsyncExitStack() as stack:
         log = None

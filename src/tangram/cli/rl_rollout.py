@@ -16,12 +16,12 @@ from tangram.cli.options import Json
 from tangram.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from tangram.rl.assembly import Assembled
-    from tangram.rl.gateway_records import Event
-    from tangram.rl.progress import RolloutProgress
-    from tangram.rl.records import Trajectory
-    from tangram.rl.rollout import Collected
-    from tangram.rl.settings import RolloutSettings
+    from tangram.rl.config.rollout_settings import RolloutSettings
+    from tangram.rl.inference.router_records import Event
+    from tangram.rl.observe.rollout_progress import RolloutProgress
+    from tangram.rl.rollout.assembly import Assembled
+    from tangram.rl.rollout.records import Trajectory
+    from tangram.rl.rollout.rollout import Collected
 
 LOOK_S = 0.5
 """Between two looks at the engines, for the live view."""
@@ -69,10 +69,10 @@ def rollout(
     import msgspec
 
     from tangram.cli.training_config import load_with, look_beside
-    from tangram.rl.affinity import explain as explained
-    from tangram.rl.assembly import require_playable
-    from tangram.rl.reward import in_words, settings_for
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
+    from tangram.rl.inference.affinity import explain as explained
+    from tangram.rl.rollout.assembly import require_playable
+    from tangram.rl.rollout.rewards import in_words, settings_for
 
     settings: RolloutSettings = load_with(TrainSettings, config)
     if seed is not None:
@@ -125,7 +125,14 @@ class Happened:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, event: Event) -> None:
-        from tangram.rl.gateway_records import CameBack, EngineLost, EngineRemoved, FellBack, RequestDropped, said
+        from tangram.rl.inference.router_records import (
+            CameBack,
+            EngineLost,
+            EngineRemoved,
+            FellBack,
+            RequestDropped,
+            said,
+        )
 
         match event:
             case EngineLost(engine=whose) | EngineRemoved(engine=whose) | FellBack(task=whose) | CameBack(task=whose):
@@ -159,11 +166,11 @@ async def _play(
     """Fills `happened` and `endings` on its way: they are there whatever becomes of it."""
     from contextlib import AsyncExitStack
 
-    from tangram.rl.assembly import assembled, require_playable
-    from tangram.rl.codec import Words
-    from tangram.rl.progress import RolloutProgress
-    from tangram.rl.rollout import tickets
-    from tangram.rl.trajectory_log import GroupClosing, TrajectoryLog, engine_event
+    from tangram.rl.observe.rollout_progress import RolloutProgress
+    from tangram.rl.rollout.assembly import assembled, require_playable
+    from tangram.rl.rollout.codec import Words
+    from tangram.rl.rollout.rollout import tickets
+    from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, engine_event
 
     _, codec = require_playable(settings)
     began = asyncio.get_running_loop().time()  # of all that the log tells: what engines do at their start, too
@@ -220,8 +227,8 @@ async def _look(made: Assembled, progress: RolloutProgress) -> None:
 def _summary(collected: Collected) -> dict[str, Any]:
     import msgspec
 
-    from tangram.rl.records import Ending
-    from tangram.rl.redundancy import report
+    from tangram.rl.rollout.records import Ending
+    from tangram.rl.rollout.redundancy import report
 
     tasks: dict[str, dict[str, Any]] = {}
     rewards: dict[str, list[float]] = {}
@@ -262,7 +269,7 @@ def _interrupted(endings: Counter[str], out: Path | None) -> str:
 
 def _lines(collected: Collected, causes: dict[str, str]) -> list[str]:
     """What went wrong first of each kind, and what was played in vain."""
-    from tangram.rl.redundancy import report
+    from tangram.rl.rollout.redundancy import report
 
     said = [f"{what}, first because: {cause}" for what, cause in causes.items()]
     if any(group.left_out for group in collected.groups) or collected.left_out:

@@ -21,15 +21,15 @@ from tangram.cli.screen import put, seconds
 from tangram.errors import InvalidConfig
 from tangram.reports.formatting import several
 from tangram.reports.printable import cut, lines, plain
-from tangram.rl.records import Stage, Trajectory, Turn
-from tangram.rl.timeline import Activity, Doing, StageTime, Timeline, in_words
-from tangram.rl.timeline import seconds as seconds_of
-from tangram.rl.trajectory_log import EngineEvent, GroupClosing, Header, Record
+from tangram.rl.observe.timeline import Activity, Doing, StageTime, Timeline, in_words
+from tangram.rl.observe.timeline import seconds as seconds_of
+from tangram.rl.rollout.records import Stage, Trajectory, Turn
+from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Header, Record
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tangram.rl.replay import Replayed
+    from tangram.rl.rollout.replay import Replayed
 
 NAME_WIDTH, CAUSE_WIDTH, LINE_WIDTH = 60, 70, 160
 LINES_MAX = 40
@@ -217,7 +217,7 @@ def texts_of(header: Header) -> TextOf | None:
     folder = Path(settings.policy.checkpoint) if settings is not None and settings.policy.checkpoint else None
     if folder is None:
         return None
-    from tangram.rl.tokenizer import TextCodec, has_tokenizer
+    from tangram.rl.rollout.tokenizer import TextCodec, has_tokenizer
 
     try:
         return TextCodec(folder).token if has_tokenizer(folder) else None
@@ -343,7 +343,7 @@ def _plain_parties(parts: Mapping[Activity, int]) -> dict[str, float]:
 
 
 def print_timeline(file: Path, found: Timeline) -> None:
-    from tangram.rl.timeline_page import headline
+    from tangram.rl.observe.timeline_page import headline
 
     console = show.console()
     put(console, f"{plain(file.name)}: {_of(len(found.lanes), len(found.lanes))} in {seconds(seconds_of(found.total))}")

@@ -61,10 +61,10 @@ async def _checked(
     from contextlib import AsyncExitStack
 
     from tangram.client.client import connect
-    from tangram.rl.environments.base import Outside
     from tangram.rl.environments.conformance import check as checked
+    from tangram.rl.environments.protocol import Outside
     from tangram.rl.environments.registry import resolve
-    from tangram.rl.environments.sharing import needs_of, prepared, require_backend
+    from tangram.rl.environments.shared_setup import needs_of, prepared, require_backend
 
     task = resolve(name)
     require_backend(name, task, backend)
@@ -102,8 +102,8 @@ def profile(
     """
     import msgspec
 
-    from tangram.rl.profiler import Profiler
-    from tangram.rl.trajectory_log import read
+    from tangram.rl.inference.profiler import Profiler
+    from tangram.rl.runs.trajectory_log import read
 
     profiler = Profiler()
     for file in files:

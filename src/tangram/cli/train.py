@@ -22,9 +22,9 @@ from tangram.cli.options import Json
 from tangram.errors import InvalidConfig, InvalidInput, InvariantError, TangramError
 
 if TYPE_CHECKING:
-    from tangram.rl.affinity import Binding
-    from tangram.rl.training_records import AnyLine
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
+    from tangram.rl.inference.affinity import Binding
+    from tangram.rl.train.records import AnyLine
 
 RUNS = Path("build/runs")
 EXIT_FAILED = 1
@@ -117,7 +117,7 @@ def _settings(config: Path, changes: list[str], steps: int | None, seed: int | N
     import msgspec
 
     from tangram.cli.training_config import load_with
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
 
     settings = load_with(TrainSettings, config, changes)
     if steps is not None:
@@ -127,9 +127,9 @@ def _settings(config: Path, changes: list[str], steps: int | None, seed: int | N
 
 def _binding(config: Path, settings: TrainSettings) -> Binding:
     """Raises InvalidConfig for all that is seen to be wrong before anything is started."""
-    from tangram.rl.affinity import explain
-    from tangram.rl.assembly import require_playable
-    from tangram.rl.pipeline import require_trainable
+    from tangram.rl.inference.affinity import explain
+    from tangram.rl.rollout.assembly import require_playable
+    from tangram.rl.train.pipeline import require_trainable
 
     with options.about(config):
         require_playable(settings)
@@ -142,7 +142,7 @@ def _require_functions(settings: TrainSettings) -> None:
     """Raises InvalidConfig for a loss or an advantage of one's own that cannot be found."""
     own = settings.objective
     if ":" in own.loss or ":" in own.advantage:
-        from tangram.rl.nn.objective import advantage_named, loss_named
+        from tangram.rl.model.objective import advantage_named, loss_named
 
         advantage_named(own.advantage)
         loss_named(own.loss)
@@ -174,7 +174,7 @@ def _command(config: Path, out: Path | None, changes: list[str], steps: int | No
 
 def _require_place(folder: Path, again: str, *, resume: bool, fresh: bool) -> None:
     """Raises InvalidConfig, if there is a run and none is expected, or the other way round."""
-    from tangram.rl.run_folder import METRICS, SETTINGS
+    from tangram.rl.runs.run_folder import METRICS, SETTINGS
 
     _require_writable(folder, make=not resume)
     there = any((folder / name).exists() for name in (SETTINGS, METRICS))
@@ -203,7 +203,7 @@ def _require_writable(folder: Path, *, make: bool) -> None:
 
 def _delete(folder: Path) -> None:
     """The run in it, and nothing else that lies there. Raises InvalidConfig, if somebody trains in it."""
-    from tangram.rl.run_folder import (
+    from tangram.rl.runs.run_folder import (
         CHECKPOINTS,
         METRICS,
         MODULES,
@@ -230,9 +230,9 @@ def _delete(folder: Path) -> None:
 
 def _delete_unbegun(folder: Path) -> None:
     """What was made for a run that could not begin, so that it can once it is repaired."""
-    from tangram.rl.metrics_log import read_metrics
-    from tangram.rl.run_folder import METRICS
-    from tangram.rl.training_records import REACHED
+    from tangram.rl.runs.metrics_log import read_metrics
+    from tangram.rl.runs.run_folder import METRICS
+    from tangram.rl.train.records import REACHED
 
     path = folder / METRICS
     with suppress(InvalidInput, OSError):
@@ -259,10 +259,10 @@ async def _run(settings: TrainSettings, folder: Path, modules: tuple[str, ...], 
     """Until it is over or stopped. Raises InvalidInput for what has to be changed before it can begin, and
     InvariantError."""
     from tangram.cli.train_summary import NORMAL
-    from tangram.rl.checkpoints import NoCheckpoint
-    from tangram.rl.pipeline import train
-    from tangram.rl.training_progress import TrainingProgress
-    from tangram.rl.training_records import REACHED
+    from tangram.rl.observe.training_progress import TrainingProgress
+    from tangram.rl.runs.checkpoints import NoCheckpoint
+    from tangram.rl.train.pipeline import train
+    from tangram.rl.train.records import REACHED
 
     view = TrainingProgress(settings, quiet=quiet)
     begun = False
@@ -314,7 +314,7 @@ class _Stopping:
             loop.remove_signal_handler(number)
 
     def _stop(self, number: int) -> None:
-        from tangram.rl.training_records import Noticed
+        from tangram.rl.train.records import Noticed
 
         if self.by is None:
             self.by = number
@@ -330,8 +330,8 @@ def _say(
     ended: Ended, settings: TrainSettings, folder: Path, report: Path | None, again: str, *, as_json: bool
 ) -> None:
     from tangram.cli.train_summary import print_places, print_summary, summary
-    from tangram.rl.metrics_log import read_metrics
-    from tangram.rl.run_folder import METRICS, TENSORBOARD
+    from tangram.rl.runs.metrics_log import read_metrics
+    from tangram.rl.runs.run_folder import METRICS, TENSORBOARD
 
     path = folder / METRICS
     try:
@@ -360,7 +360,7 @@ def _say(
 def _report(folder: Path, report: Path | None) -> Path | None:
     """Made of the folder; a run that trained stays one that did, whatever is wrong with its report."""
     try:
-        from tangram.rl.training_report import write_report
+        from tangram.rl.observe.training_report import write_report
     except ImportError:
         return None
     target = report if report is not None else folder / "report.html"

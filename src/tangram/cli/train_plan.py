@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
 
 ORDER = {
     "sync": "a batch is played turn by turn, then trained on",
@@ -56,9 +56,9 @@ def _policy(settings: TrainSettings) -> str:
 
 def _outside(settings: TrainSettings) -> dict[str, Any]:
     """Which tasks act outside, what rewards them, and what that needs here."""
-    from tangram.rl.assembly import tasks_of
-    from tangram.rl.environments.sharing import acts_outside
-    from tangram.rl.reward import settings_for
+    from tangram.rl.environments.shared_setup import acts_outside
+    from tangram.rl.rollout.assembly import tasks_of
+    from tangram.rl.rollout.rewards import settings_for
 
     pairs = list(zip(tasks_of(settings), settings.tasks, strict=True))
     acting = [own.name for task, own in pairs if acts_outside(task)]

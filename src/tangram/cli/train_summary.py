@@ -11,11 +11,11 @@ import typer
 
 from tangram.cli import show
 from tangram.reports.printable import plain
-from tangram.rl.progress import duration
-from tangram.rl.training_records import AnyLine, Began, Evaluated, Over, Trained, Warmed, dropped_in, noticed_in
+from tangram.rl.observe.rollout_progress import duration
+from tangram.rl.train.records import AnyLine, Began, Evaluated, Over, Trained, Warmed, dropped_in, noticed_in
 
 if TYPE_CHECKING:
-    from tangram.rl.training_settings import TrainSettings
+    from tangram.rl.config.training_settings import TrainSettings
 
 NORMAL = ("steps", "seconds")
 """Causes of an end that was meant."""

@@ -15,8 +15,8 @@ from tests.client.conftest import why_not
 
 from tangram.client.client import Client, connect
 from tangram.rl.environments.agents import agent_of
-from tangram.rl.environments.base import Environment, Outside, Step
-from tangram.rl.reward import Played
+from tangram.rl.environments.protocol import Environment, Outside, Step
+from tangram.rl.rollout.rewards import Played
 
 DEADLINE_S = 300.0
 """Of a test: a hang is a failure."""

@@ -20,7 +20,7 @@ from tangram.rl.environments.agents import (
     demonstrations,
     play,
 )
-from tangram.rl.environments.base import Outside, Step
+from tangram.rl.environments.protocol import Outside, Step
 
 
 class Room:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import InvalidConfig
-from tangram.rl.codec import Words
 from tangram.rl.environments.agents import Episode, ScriptedAgent, play
-from tangram.rl.environments.base import Outside
 from tangram.rl.environments.chain import DIGITS, LENGTH, STEPS, Chain, values_of
 from tangram.rl.environments.conformance import check
+from tangram.rl.environments.protocol import Outside
+from tangram.rl.rollout.codec import Words
 
 SEEDS = st.integers(min_value=0, max_value=2**53)
 

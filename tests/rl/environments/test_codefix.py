@@ -12,13 +12,13 @@ from tests.rl.environments.outside import cancelled_at, connection, played, play
 
 from tangram import Client, Status
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.rl.codec import Words
-from tangram.rl.environments import benches, codefix
-from tangram.rl.environments.base import Outside
+from tangram.rl.config.rollout_settings import RewardSettings
+from tangram.rl.environments import codefix, warm_test_sandboxes
 from tangram.rl.environments.codefix import LINES, OPERATORS, RIGHT, SHOWN, SUITE, CodeFix
 from tangram.rl.environments.conformance import check
-from tangram.rl.reward import make_reward, settings_for
-from tangram.rl.settings import RewardSettings
+from tangram.rl.environments.protocol import Outside
+from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.rewards import make_reward, settings_for
 
 SEED = 14
 """Of a file whose first line, `div`, multiplies."""
@@ -387,7 +387,7 @@ def test_code_that_nobody_has_read_is_run_by_a_process_of_its_own(tmp_path: Path
 
 def test_benches_that_nobody_needs_go_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(benches, "IDLE_S_MAX", 0.1)
+        monkeypatch.setattr(warm_test_sandboxes, "IDLE_S_MAX", 0.1)
         async with connection(tmp_path, "process") as client, CodeFix.prepare(client):
             environment = await opened(client)
             await environment.close()

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments import calls, promises
+from tangram.rl.environments import calls, conformance_checks
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.base import Outside, Step
 from tangram.rl.environments.conformance import Finding, Report, check
-from tangram.rl.environments.promises import PROMISES
+from tangram.rl.environments.conformance_checks import PROMISES
+from tangram.rl.environments.protocol import Outside, Step
 
 DIGITS = tuple("0123456789")
 TIMEOUT_S = 0.2
@@ -391,7 +391,7 @@ BROKEN: list[tuple[type[Parrot], str, str]] = [
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(promises, "LEFT_S", 0.05)
+    monkeypatch.setattr(conformance_checks, "LEFT_S", 0.05)
     chance = random.getstate()
     yield
     random.setstate(chance)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangram.errors import InvalidConfig
-from tangram.rl.codec import Words
 from tangram.rl.environments.agents import Episode, ScriptedAgent, play
-from tangram.rl.environments.base import Outside, Step
 from tangram.rl.environments.conformance import check
 from tangram.rl.environments.frozenlake import MOVES, SIZE_MAX, FrozenLake, Lake
+from tangram.rl.environments.protocol import Outside, Step
+from tangram.rl.rollout.codec import Words
 
 ENCODINGS = ("direction", "position", "grid")
 SEEDS = st.integers(min_value=0, max_value=2**53)

@@ -17,13 +17,13 @@ from tests.rl.environments.outside import DEADLINE_S, cancelled_at, connection, 
 
 from tangram import Client, Quota, Rate
 from tangram.errors import ActionLost, InvalidConfig
-from tangram.rl.codec import Words
-from tangram.rl.environments.base import Outside
+from tangram.rl.config.rollout_settings import RewardSettings
 from tangram.rl.environments.conformance import check
 from tangram.rl.environments.lookup import JUDGE, QUOTA, SPELLED, Lookup, question_of
+from tangram.rl.environments.protocol import Outside
 from tangram.rl.environments.search_api import ENTITIES, ENTITY_BY_NAME, RELATIONS, Gate, SearchApi, Table
-from tangram.rl.reward import make_reward, settings_for
-from tangram.rl.settings import RewardSettings
+from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.rewards import make_reward, settings_for
 
 
 @asynccontextmanager

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import pytest
 
 from tangram.errors import InvalidConfig
-from tangram.rl.codec import Words
 from tangram.rl.environments import registry
-from tangram.rl.environments.base import Outside, Step
 from tangram.rl.environments.chain import Chain
 from tangram.rl.environments.frozenlake import FrozenLake
+from tangram.rl.environments.protocol import Outside, Step
 from tangram.rl.environments.registry import missing_of, names, register, resolve, words_of
+from tangram.rl.rollout.codec import Words
 
 
 class Maze:

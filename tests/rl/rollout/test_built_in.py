@@ -9,12 +9,12 @@ import pytest
 from tests.rl.rollout.world import run
 
 from tangram.clock import VirtualLoop
-from tangram.rl.codec import Words
-from tangram.rl.engines.base import Request, Weights
-from tangram.rl.engines.fake import FakeEngine, spoken
+from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.registry import resolve, words_of
-from tangram.rl.rollout import Collected, Rollout, tickets
-from tangram.rl.settings import GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.inference.engines.fake import FakeEngine, spoken
+from tangram.rl.inference.engines.protocol import Request, Weights
+from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.rollout import Collected, Rollout, tickets
 
 TASKS = ("frozenlake", "chain")
 

@@ -12,12 +12,12 @@ import pytest
 from tests.rl.rollout.world import CODEC, PATH, Judge, Plan, World, chance
 
 from tangram.errors import ManagerError
-from tangram.rl.engines.base import Weights
-from tangram.rl.engines.process import ProcessEngine
-from tangram.rl.gateway import Gateway
-from tangram.rl.records import Ending, Trajectory
-from tangram.rl.rollout import Rollout, tickets
-from tangram.rl.settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.inference.engines.process import ProcessEngine
+from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.router import Gateway
+from tangram.rl.rollout.records import Ending, Trajectory
+from tangram.rl.rollout.rollout import Rollout, tickets
 
 pytest.importorskip("torch")
 
@@ -30,8 +30,8 @@ STEP_S_MAX = 1.0
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    from tangram.rl.nn.transformer import Transformer, small
-    from tangram.rl.nn.weights import publish
+    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.weight_store import publish
 
     folder: Path = tmp_path_factory.mktemp("weights")
     config = small(CODEC.size, layers=1, width=32, heads=2, context_max=128)

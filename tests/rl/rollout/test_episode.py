@@ -13,14 +13,14 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, setti
 
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
-from tangram.rl.closings import CLOSE_S_MAX
-from tangram.rl.engines.base import Generation, Noise, Request, RequestRefused
-from tangram.rl.environments.base import Step
-from tangram.rl.episode import Episode
-from tangram.rl.records import Ending, Group, Stage, Trajectory
-from tangram.rl.reward import Played, Score
-from tangram.rl.rollout import Rollout, RolloutStatistics
-from tangram.rl.settings import GroupSettings
+from tangram.rl.config.rollout_settings import GroupSettings
+from tangram.rl.environments.protocol import Step
+from tangram.rl.inference.engines.protocol import Generation, Noise, Request, RequestRefused
+from tangram.rl.rollout.environment_closer import CLOSE_S_MAX
+from tangram.rl.rollout.episode import Episode
+from tangram.rl.rollout.records import Ending, Group, Stage, Trajectory
+from tangram.rl.rollout.rewards import Played, Score
+from tangram.rl.rollout.rollout import Rollout, RolloutStatistics
 
 GO = CODEC.written("go")
 LOOK = CODEC.observation("look", first=True)

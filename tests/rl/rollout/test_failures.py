@@ -18,13 +18,13 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, World, chance, run, setti
 
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
-from tangram.rl.engines.base import Weights
-from tangram.rl.engines.fake import FakeEngine, spoken
-from tangram.rl.gateway import Gateway
-from tangram.rl.gateway_records import NoEngine
-from tangram.rl.records import Ending, Stage, Trajectory
-from tangram.rl.rollout import Rollout, tickets
-from tangram.rl.settings import GroupSettings
+from tangram.rl.config.rollout_settings import GroupSettings
+from tangram.rl.inference.engines.fake import FakeEngine, spoken
+from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.router import Gateway
+from tangram.rl.inference.router_records import NoEngine
+from tangram.rl.rollout.records import Ending, Stage, Trajectory
+from tangram.rl.rollout.rollout import Rollout, tickets
 
 SEEDS = 60
 RETRIES = 1

@@ -11,9 +11,9 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, run, setti
 
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
-from tangram.rl.records import Ending, Group, Stage
-from tangram.rl.rollout import HOPELESS_MAX, Collected, Rollout, tickets
-from tangram.rl.settings import GroupSettings
+from tangram.rl.config.rollout_settings import GroupSettings
+from tangram.rl.rollout.records import Ending, Group, Stage
+from tangram.rl.rollout.rollout import HOPELESS_MAX, Collected, Rollout, tickets
 
 
 def member_of(trajectory: str) -> int:

@@ -9,10 +9,10 @@ import pytest
 from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings
 
 from tangram.clock import VirtualLoop
-from tangram.rl.records import Ending, Group, Span, Stage, Trajectory, Turn
-from tangram.rl.redundancy import report
-from tangram.rl.rollout import Collected, Rollout, tickets
-from tangram.rl.settings import GroupSettings
+from tangram.rl.config.rollout_settings import GroupSettings
+from tangram.rl.rollout.records import Ending, Group, Span, Stage, Trajectory, Turn
+from tangram.rl.rollout.redundancy import report
+from tangram.rl.rollout.rollout import Collected, Rollout, tickets
 
 
 def record(

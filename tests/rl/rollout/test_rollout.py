@@ -16,11 +16,11 @@ from tests.rl.rollout.world import CODEC, FOR_EVER_S, PATH, Judge, Plan, Scripte
 from tangram.client.client import Client
 from tangram.clock import VirtualLoop
 from tangram.errors import InvalidConfig, ManagerError
-from tangram.rl.engines.base import Generation, Request
-from tangram.rl.environments.base import Outside
-from tangram.rl.records import Ending, Group, Stage, Ticket, Trajectory
-from tangram.rl.rollout import BARREN_MAX, Collected, Rollout, tickets
-from tangram.rl.settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.environments.protocol import Outside
+from tangram.rl.inference.engines.protocol import Generation, Request
+from tangram.rl.rollout.records import Ending, Group, Stage, Ticket, Trajectory
+from tangram.rl.rollout.rollout import BARREN_MAX, Collected, Rollout, tickets
 
 PAIR = GroupSettings(size=2)
 

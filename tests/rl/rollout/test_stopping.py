@@ -13,9 +13,9 @@ from tests.rl.rollout.world import CODEC, Judge, Plan, Talker, World, settings
 
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
-from tangram.rl.records import Ending
-from tangram.rl.rollout import Rollout, tickets
-from tangram.rl.settings import GroupSettings
+from tangram.rl.config.rollout_settings import GroupSettings
+from tangram.rl.rollout.records import Ending
+from tangram.rl.rollout.rollout import Rollout, tickets
 
 TURNS_OF_LOOP_MAX = 1000
 """More than the rollout takes: the way always ends before."""

@@ -10,15 +10,15 @@ import pytest
 from tests.rl.rollout.world import CODEC, PATH, Plan, Scripted, Talker, World, run, ticket
 
 from tangram.clock import VirtualLoop
-from tangram.rl.band import Band
-from tangram.rl.closings import Closings
-from tangram.rl.engines.base import Sampling
-from tangram.rl.environments.base import Outside
-from tangram.rl.episode import Episode
-from tangram.rl.house import Arena, House, Slots
-from tangram.rl.records import Ending, Ticket
-from tangram.rl.reward import EnvironmentReward
-from tangram.rl.settings import GroupSettings, TaskSettings
+from tangram.rl.config.rollout_settings import GroupSettings, TaskSettings
+from tangram.rl.environments.protocol import Outside
+from tangram.rl.inference.engines.protocol import Sampling
+from tangram.rl.rollout.contexts import Arena, House, Slots
+from tangram.rl.rollout.environment_closer import Closings
+from tangram.rl.rollout.episode import Episode
+from tangram.rl.rollout.group_runner import Band
+from tangram.rl.rollout.records import Ending, Ticket
+from tangram.rl.rollout.rewards import EnvironmentReward
 
 
 class Stage:

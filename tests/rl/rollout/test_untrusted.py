@@ -15,14 +15,14 @@ import pytest
 from tests.rl.rollout.world import CODEC, Plan, Talker, World, run, settings, ticket
 
 from tangram.clock import VirtualLoop
-from tangram.rl.closings import CLOSE_S_MAX
-from tangram.rl.environments.base import Step
+from tangram.rl.config.rollout_settings import GroupSettings
 from tangram.rl.environments.calls import ENDING_S_MAX
-from tangram.rl.records import Ending, Group
-from tangram.rl.reward import Played, Score
-from tangram.rl.rollout import Rollout, RolloutStatistics, tickets
-from tangram.rl.settings import GroupSettings
-from tangram.rl.trajectory_log import TrajectoryLog, read
+from tangram.rl.environments.protocol import Step
+from tangram.rl.rollout.environment_closer import CLOSE_S_MAX
+from tangram.rl.rollout.records import Ending, Group
+from tangram.rl.rollout.rewards import Played, Score
+from tangram.rl.rollout.rollout import Rollout, RolloutStatistics, tickets
+from tangram.rl.runs.trajectory_log import TrajectoryLog, read
 
 BAD = "scripted/0/0.0"
 TIMEOUT_S = 3.0

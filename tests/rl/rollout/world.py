@@ -16,14 +16,14 @@ import msgspec
 
 from tangram.clock import VirtualLoop
 from tangram.errors import ManagerError
-from tangram.rl.codec import Words
-from tangram.rl.engines.base import Generation, Request
+from tangram.rl.config.rollout_settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.base import MakeAgent, Outside, Step
-from tangram.rl.records import Ending, Ticket, Trajectory
-from tangram.rl.reward import Played, RewardFailed, Score
-from tangram.rl.rollout import Rollout
-from tangram.rl.settings import EngineSettings, GroupSettings, RolloutSettings, TaskSettings
+from tangram.rl.environments.protocol import MakeAgent, Outside, Step
+from tangram.rl.inference.engines.protocol import Generation, Request
+from tangram.rl.rollout.codec import Words
+from tangram.rl.rollout.records import Ending, Ticket, Trajectory
+from tangram.rl.rollout.rewards import Played, RewardFailed, Score
+from tangram.rl.rollout.rollout import Rollout
 
 T = TypeVar("T")
 

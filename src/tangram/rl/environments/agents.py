@@ -20,10 +20,10 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import msgspec
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.base import Agent, Environment, Outside, Step, Task, number_of
 from tangram.rl.environments.calls import begun, ended
+from tangram.rl.environments.protocol import Agent, Environment, Outside, Step, Task, number_of
 from tangram.rl.environments.registry import path_of, resolve
-from tangram.rl.environments.sharing import prepared
+from tangram.rl.environments.shared_setup import prepared
 
 CALL_TIMEOUT_S = 120.0
 """Of one reset, step or close: a sandbox starts within seconds, so this is a hang."""

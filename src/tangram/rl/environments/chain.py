@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.base import Environment, MakeAgent, Outside, Step
+from tangram.rl.environments.protocol import Environment, MakeAgent, Outside, Step
 
 LENGTH = 24
 LENGTH_MAX = 1024

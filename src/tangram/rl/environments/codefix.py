@@ -40,10 +40,10 @@ from tangram.client.result import Result
 from tangram.client.sandbox import Sandbox
 from tangram.core.action import Status
 from tangram.errors import ActionLost, InvalidConfig, ManagerError
-from tangram.rl.environments.base import MakeAgent, Outside, Step
-from tangram.rl.environments.benches import Bench, benches_of, kept
-from tangram.rl.reward import Verdict
-from tangram.rl.settings import RewardSettings
+from tangram.rl.config.rollout_settings import RewardSettings
+from tangram.rl.environments.protocol import MakeAgent, Outside, Step
+from tangram.rl.environments.warm_test_sandboxes import Bench, benches_of, kept
+from tangram.rl.rollout.rewards import Verdict
 
 LINES = ("L1", "L2", "L3", "L4")
 """Of the file, one function each. Words of their own: a policy has less to tell apart than if they were numbers."""

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import msgspec
 
 from tangram.rl.environments.agents import BadAnswer, CloseFailed
-from tangram.rl.environments.base import Outside, Task
-from tangram.rl.environments.promises import CLOSES, PROMISES, Broken, Checking, Skipped, told
+from tangram.rl.environments.conformance_checks import CLOSES, PROMISES, Broken, Checking, Skipped, told
+from tangram.rl.environments.protocol import Outside, Task
 from tangram.rl.environments.registry import path_of, resolve
 
 Verdict = Literal["ok", "failed", "skipped"]

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, get_args
 
 from tangram.errors import InvalidConfig
 from tangram.rl.environments.agents import RandomAgent
-from tangram.rl.environments.base import Environment, MakeAgent, Outside, Step
+from tangram.rl.environments.protocol import Environment, MakeAgent, Outside, Step
 
 Cell = tuple[int, int]
 """Row and column."""

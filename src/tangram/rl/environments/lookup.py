@@ -36,8 +36,9 @@ from tangram.errors import InvalidAction, InvalidConfig, ManagerError
 from tangram.managers.models.devices import Emulated
 from tangram.managers.models.service import Service
 from tangram.managers.quotas.manager import Quota, Rate
-from tangram.rl.environments.base import MakeAgent, Outside, Step
-from tangram.rl.environments.judging import JudgeSettings, Progress, cache_folder, have_judge
+from tangram.rl.config.rollout_settings import RewardSettings
+from tangram.rl.environments.lookup_judge import JudgeSettings, Progress, cache_folder, have_judge
+from tangram.rl.environments.protocol import MakeAgent, Outside, Step
 from tangram.rl.environments.search_api import (
     ENTITIES,
     ENTITY_BY_NAME,
@@ -47,7 +48,6 @@ from tangram.rl.environments.search_api import (
     SearchApi,
     Table,
 )
-from tangram.rl.settings import RewardSettings
 from tangram.runtime.orchestrator import undisturbed
 
 log = logging.getLogger("tangram")
@@ -190,7 +190,7 @@ class Lookup:
         folder, settings = cache_folder(), JudgeSettings(groups=ENTITIES)
         await have_judge(settings, folder, progress)
         arguments = {"settings": msgspec.to_builtins(settings), "folder": str(folder)}
-        service = Service(name=JUDGE, engine="tangram.rl.nn.judge:JudgeEngine", arguments=arguments)
+        service = Service(name=JUDGE, engine="tangram.rl.model.judge:JudgeEngine", arguments=arguments)
         return {"services": [service], "devices": [DEVICE]}
 
     @classmethod

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast, overload
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments.base import Task
+from tangram.rl.environments.protocol import Task
 
 BUILT_IN: Mapping[str, str] = {
     "frozenlake": "tangram.rl.environments.frozenlake:FrozenLake",

@@ -1,0 +1,739 @@
+"""The engine for servers of others, against real HTTP servers that speak each dialect, well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rl.inference.conftest import STOP, a_request, fake, weights
+from tests.rl.inference.servers import ModelServer
+
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.rl.config.rollout_settings import EngineSettings
+from tangram.rl.inference.engines import openai
+from tangram.rl.inference.engines.http_session import Line
+from tangram.rl.inference.engines.openai import ITS_OWN, SEED_BITS, NoPlace, OpenAIEngine, Unreachable, seed_of
+from tangram.rl.inference.engines.protocol import EngineDied, Noise, Request, RequestRefused, Sampling, Weights
+from tangram.rl.inference.router import Gateway
+from tangram.rl.rollout.assembly import require_trainable_engines
+
+DEADLINE_S = 60.0
+BOTH = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+ALL = pytest.mark.parametrize("dialect", ["vllm", "sglang", "plain"])
+
+
+def engine_at(url: str, dialect: str = "vllm", **options: Any) -> OpenAIEngine:
+    given = {"silent_s_max": 20.0} | {key: options.pop(key) for key in ("silent_s_max", "slots") if key in options}
+    settings = EngineSettings(name="server", hardware="bandwidth", kind="openai", url=url, **given)
+    return OpenAIEngine(settings, **({"dialect": dialect} | options))
+
+
+def with_server(
+    test: Callable[[ModelServer, OpenAIEngine], Awaitable[None]], dialect: str = "vllm", **options: Any
+) -> None:
+    async def main() -> None:
+        server_options = {key: options.pop(key) for key in ("control", "scaled") if key in options}
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect, **server_options) as server:
+            engine = engine_at(server.url, dialect, **options)
+            try:
+                await engine.start(weights())
+                await test(server, engine)
+            finally:
+                await engine.close()
+
+    asyncio.run(main())
+
+
+def checkpoint(folder: Path, version: int) -> Weights:
+    """As Hugging Face has it, as far as it is looked at here."""
+    path = folder / str(version)
+    path.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (path / name).touch()
+    return Weights(version=version, folder=str(path))
+
+
+def tokens_of(server: ModelServer, request: Request) -> tuple[int, ...]:
+    first = len(request.tokens)
+    return tuple(server._token(first + number) for number in range(request.sampling.tokens_max))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+# ---- well ----
+
+
+@ALL
+def test_tokens_go_in_and_tokens_come_out(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens=6, tokens_max=5)
+        found = await engine.generate(request)
+        assert found.tokens == tokens_of(server, request)
+        assert found.logprobs == (-1.25,) * 5 and found.versions == (1,) * 5
+        assert (found.finish, found.engine, found.prefilled, found.reused) == ("length", "server", 3, 3)
+        path, body = server.calls[-1]
+        sent = body["input_ids"] if dialect == "sglang" else body["prompt"]
+        sampling = body["sampling_params"] if dialect == "sglang" else body
+        assert path == ("/generate" if dialect == "sglang" else "/v1/completions")
+        assert sent == list(request.tokens) and sampling["stop_token_ids"] == [STOP]
+        seed = sampling["sampling_seed"] if dialect == "sglang" else sampling["seed"]
+        assert seed == seed_of(request.noise, 6)
+        assert engine.statistics().decode_tokens == 5
+
+    with_server(test, dialect)
+
+
+def test_a_seed_is_made_of_all_of_the_noise_and_of_the_position() -> None:
+    noises = [Noise(seed=1), Noise(seed=2), Noise(seed=1, member=1), Noise(seed=1, attempt=1)]
+    seeds = [seed_of(noise, position) for noise in noises for position in (1, 2)]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 1 << SEED_BITS for seed in seeds)
+    assert seed_of(Noise(seed=1), 5) == seed_of(Noise(seed=1), 5)
+
+
+def test_an_action_ends_with_the_token_that_ends_it() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.stop_token = 3
+        found = await engine.generate(a_request(tokens_max=10))
+        assert (found.tokens[-1], len(found.tokens), found.finish) == (STOP, 3, "stop")
+        server.hides_stop = True
+        with pytest.raises(RequestRefused, match=r"by itself at token \d+, .*one of \[1\]: .*generation_config\.json"):
+            await engine.generate(a_request(tokens_max=10))
+        server.hides_stop = False
+        assert (await engine.generate(a_request(tokens_max=10))).finish == "stop", "it goes on with others"
+
+    with_server(test)
+
+
+@BOTH
+def test_a_server_keeps_the_weights_that_it_serves_until_it_takes_an_update(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert server.weights == "none" and engine.statistics().version == 1
+        assert not engine.trains and engine.shortcoming == ITS_OWN
+        second = checkpoint(tmp_path, 2)
+        await engine.update(second)
+        assert server.weights == second.folder
+        assert engine.trains and not engine.shortcoming
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_weights_change_in_the_middle_of_a_request(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        second = checkpoint(tmp_path, 2)
+        request = a_request(tokens_max=20)
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: server.inside == 1)
+        await asyncio.sleep(0.05)
+        await engine.suspend()
+        await engine.update(second)
+        await engine.resume()
+        found = await task
+        assert found.tokens == tokens_of(server, request)
+        assert server.weights == second.folder and found.versions[-1] == 2
+        assert engine.statistics().version == 2
+        paths = [path for path, _ in server.calls]
+        if dialect == "vllm":
+            assert found.versions[0] == 1
+            assert paths[-4:] == [
+                "/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume",
+            ]  # fmt: skip
+        else:
+            assert paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_weights_that_cannot_be_had_leave_the_old_ones(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.refuse_weights = True
+        with pytest.raises(ManagerError, match="no such file") as refused:
+            await engine.update(checkpoint(tmp_path, 2))
+        assert not isinstance(refused.value, EngineDied)
+        assert engine.statistics().version == 1 and engine.shortcoming == ITS_OWN
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_weights_as_we_publish_them_are_never_handed_to_a_server(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        for name in ("manifest.json", "00000.bucket", "config.json"):
+            (tmp_path / name).touch()
+        with pytest.raises(ManagerError, match=r"takes Hugging Face folders only.*checkpoint\.save") as refused:
+            await engine.update(Weights(version=2, folder=str(tmp_path)))
+        assert not isinstance(refused.value, EngineDied)
+        assert server.weights == "none" and engine.statistics().version == 1
+
+    with_server(test, dialect)
+
+
+def test_a_server_that_has_new_weights_and_old_prefixes_counts_as_dead(tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.refuse_reset = True
+        with pytest.raises(EngineDied, match="took version 2"):
+            await engine.update(checkpoint(tmp_path, 2))
+
+    with_server(test, "vllm")
+
+
+@BOTH
+def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await engine.update(checkpoint(tmp_path, 2))
+        await engine.close()
+        server.weights = "those of its own"  # it was started anew meanwhile
+        third = checkpoint(tmp_path, 3)
+        server.refuse_weights = True
+        with pytest.raises(ManagerError, match="no such file"):
+            await engine.start(third)
+        assert server._running.is_set()
+        server.refuse_weights = False
+        await engine.start(third)
+        assert server.weights == third.folder and engine.trains
+        assert engine.statistics().version == 3
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_that_was_left_suspended_goes_on_when_it_is_started(dialect: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+            server._running.clear()
+            engine = engine_at(server.url, dialect)
+            await engine.start(weights())
+            assert len((await engine.generate(a_request(tokens_max=2))).tokens) == 2
+            await engine.close()
+
+    asyncio.run(main())
+
+
+@ALL
+def test_cancelling_a_request_aborts_it_in_the_server(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens_max=5000)
+        other = asyncio.create_task(engine.generate(a_request(tokens_max=30)))
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: server.inside == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len((await other).tokens) == 30
+        await until(lambda: server.inside == 0)
+        if dialect == "sglang":
+            assert server.aborted == [request.id]
+        assert engine.statistics().active == 0
+
+    with_server(test, dialect)
+
+
+# ---- what it is good for ----
+
+
+@BOTH
+def test_a_server_without_control_serves_evaluation_and_says_why(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert not engine.trains
+        assert "takes no weights" in engine.shortcoming
+        await engine.suspend()
+        await engine.update(weights(2))
+        await engine.resume()
+        request = a_request()
+        assert (await engine.generate(request)).tokens == tokens_of(server, request)
+
+    with_server(test, dialect, control=False)
+
+
+@ALL
+def test_only_engines_that_have_taken_weights_may_be_trained_on(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        others = [fake("ours")]
+        require_trainable_engines(others)
+        with pytest.raises(InvalidConfig, match=r"engine server: expected .*no weights|engine server: .*of its own"):
+            require_trainable_engines([*others, engine])
+        await engine.update(checkpoint(tmp_path, 2))
+        if dialect == "plain":
+            with pytest.raises(InvalidConfig, match="the dialect takes no weights"):
+                require_trainable_engines([engine])
+        else:
+            require_trainable_engines([engine])
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_that_was_trained_on_does_not_come_back_with_weights_of_its_own(dialect: str, tmp_path: Path) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await engine.update(checkpoint(tmp_path, 2))
+        assert engine.trains
+        await engine.close()
+        server.control = False  # it was started anew meanwhile, otherwise
+        for _ in range(2):
+            with pytest.raises(ManagerError, match="it had taken weights, and now it takes no weights"):
+                await engine.start(checkpoint(tmp_path, 3) if not (tmp_path / "3").exists() else weights(3))
+        server.control = True
+        await engine.start(Weights(version=3, folder=str(tmp_path / "3")))
+        assert engine.trains
+
+    with_server(test, dialect)
+
+
+@BOTH
+def test_a_server_that_was_trained_on_does_not_come_back_without_log_probabilities(
+    dialect: str, tmp_path: Path
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        second = checkpoint(tmp_path, 2)
+        await engine.update(second)
+        await engine.close()
+        server.fault = "no logprobs"
+        for _ in range(2):
+            with pytest.raises(ManagerError, match="was trained on, and now it tells no log-probabilities"):
+                await engine.start(second)
+
+    with_server(test, dialect)
+
+
+def test_a_plain_server_serves_evaluation() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        assert not engine.trains and "no weights" in engine.shortcoming
+
+    with_server(test, "plain")
+
+
+@BOTH
+def test_a_server_without_log_probabilities_serves_evaluation(dialect: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+            server.fault = "no logprobs"
+            engine = engine_at(server.url, dialect)
+            await engine.start(weights())
+            assert not engine.trains and engine.shortcoming == f"it tells no log-probabilities; {ITS_OWN}"
+            found = await engine.generate(a_request(tokens_max=4))
+            assert len(found.tokens) == len(found.logprobs) == 4
+            await engine.close()
+
+    asyncio.run(main())
+
+
+@ALL
+def test_text_without_ids_is_refused_at_the_start(dialect: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
+            server.fault = "text"
+            with pytest.raises(ManagerError, match="text without the ids of its tokens"):
+                await engine_at(server.url, dialect).start(weights())
+
+    asyncio.run(main())
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("temperature", "scaled", "trains"), [(0.5, True, True), (0.5, False, False), (1.0, False, True)]
+)
+def test_log_probabilities_before_the_temperature_are_found_out(
+    dialect: str, temperature: float, scaled: bool, trains: bool, tmp_path: Path
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await engine.update(checkpoint(tmp_path, 2))
+        assert engine.trains is trains
+        assert ("before the temperature" in engine.shortcoming) is not trains
+
+    with_server(test, dialect, scaled=scaled, temperature=temperature)
+
+
+def test_ids_that_were_left_are_not_told_so_training_with_top_k_is_refused() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        sampling = Sampling(top_k=5, keep_ids=True)
+        request = Request(id="r", tokens=(1,), sampling=sampling, noise=Noise(seed=1))
+        with pytest.raises(InvalidInput, match="keep_ids"):
+            await engine.generate(request)
+
+    with_server(test)
+
+
+# ---- hostile and unlucky ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no logprobs", "tokens without log-probabilities"),
+        ("wrong counts", "1 tokens and 2 log-probabilities"),
+        ("wrong ids", "no ids of tokens"),
+        ("truncated", "half a line"),
+        ("dropped", "broke off|reached"),
+        ("no end", "before the end"),
+        ("silent", "said nothing"),
+        ("too many", "more than the 6 tokens"),
+        ("not json", "no sense"),
+        ("positive", "no log-probability: 0.5"),
+        ("null", "no log-probability: None"),
+        ("after the end", "more than the 6 tokens"),
+        ("error inside", "EngineDeadError"),
+        ("text", "without the ids"),
+    ],
+)
+def test_a_stream_that_goes_wrong_kills_the_engine_and_what_was_sound_survives(fault: str, words: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault = fault
+        request = a_request(tokens_max=6)
+        with pytest.raises(EngineDied, match=words) as died:
+            await engine.generate(request)
+        written = died.value.written.tokens if died.value.written is not None else ()
+        assert written == tokens_of(server, request)[: len(written)]
+        first = 0 if fault in ("text", "no logprobs") else 2
+        # What was in flight when a line broke may be lost with it.
+        assert len(written) >= first or fault == "dropped"
+        with pytest.raises(EngineDied, match="not connected"):
+            await engine.generate(a_request())
+        server.fault = ""
+        await engine.close()
+        await engine.start(weights(7))
+        assert (await engine.generate(a_request(tokens_max=2))).versions == (7, 7)
+
+    with_server(test, "vllm", silent_s_max=0.5 if fault == "silent" else 20.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no logprobs", "tokens without log-probabilities"),
+        ("wrong counts", "other tokens than it wrote"),
+        ("other tokens", "other tokens than it wrote"),
+        ("wrong ids", "no sense"),
+        ("truncated", "no sense"),
+        ("dropped", "reached|broke off"),
+        ("silent", "said nothing"),
+        ("too many", "more than the 6 tokens"),
+        ("not json", "no sense"),
+        ("positive", "no log-probability"),
+        ("null", "no log-probability"),
+        ("error inside", "no sense"),
+        ("text", "without the ids"),
+    ],
+)
+def test_a_whole_answer_that_goes_wrong_kills_the_engine(fault: str, words: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault = fault
+        with pytest.raises(EngineDied, match=words) as died:
+            await engine.generate(a_request(tokens_max=6))
+        assert died.value.written is None
+
+    with_server(test, "sglang", silent_s_max=0.5 if fault == "silent" else 20.0)
+
+
+@BOTH
+@pytest.mark.parametrize("finish", ["abort", "tool_calls", "content_filter"])
+def test_an_answer_that_ends_oddly_costs_its_request_alone(dialect: str, finish: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.fault, server.words = "aborted", finish
+        with pytest.raises(RequestRefused, match=f"ended the answer by '{finish}'"):
+            await engine.generate(a_request(tokens_max=6))
+        server.fault = ""
+        assert (await engine.generate(a_request(tokens_max=2))).tokens, "it was not closed"
+
+    with_server(test, dialect)
+
+
+@pytest.mark.parametrize(
+    "done", [b"data:[DONE]\n\n", b"data: [DONE]", b"data:[DONE]", b"event: end\r\ndata: [DONE]\r\n", b""]
+)
+def test_the_end_of_a_stream_may_be_said_in_several_ways(done: bytes) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.done = done
+        request = a_request(tokens_max=3)
+        found = await engine.generate(request)
+        assert (found.tokens, found.reused) == (tokens_of(server, request), 5)
+
+    with_server(test)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, RequestRefused), (422, RequestRefused), (404, EngineDied), (500, EngineDied)]
+)
+def test_whose_fault_an_answer_is(status: int, error: type[Exception]) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status = status
+        with pytest.raises(error, match=f"{status}: as you like"):
+            await engine.generate(a_request())
+        server.status = 200
+        if error is RequestRefused:
+            assert (await engine.generate(a_request(tokens_max=2))).tokens, "it goes on with others"
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_that_fails_once_is_asked_again() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status, server.unlucky = 500, 1
+        request = a_request(tokens_max=2)
+        assert (await engine.generate(request)).tokens == tokens_of(server, request)
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_request_that_a_server_fails_each_time_is_refused_if_it_answers_others() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status, server.unlucky = 500, openai.TRIES
+        with pytest.raises(RequestRefused, match="answers others: it said 500: as you like"):
+            await engine.generate(a_request(tokens_max=2))
+        assert (await engine.generate(a_request(tokens_max=2))).tokens
+
+    with_server(test)
+
+
+def test_a_refusal_that_speaks_of_length_names_the_key_to_be_changed() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.status, server.words = 400, "maximum context length is 8 tokens"
+        with pytest.raises(RequestRefused, match=r"8 tokens; lower context_max of \[\[engines\]\]"):
+            await engine.generate(a_request())
+
+    with_server(test)
+
+
+@BOTH
+def test_a_token_that_the_policy_does_not_know_makes_no_sense(dialect: str) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens_max=20)
+        wrong = next(token for token in tokens_of(server, request) if token >= 50)
+        with pytest.raises(
+            EngineDied, match=f"no sense: ValueError: token {wrong}, and the vocabulary has 50: policy.checkpoint"
+        ):
+            await engine.generate(request)
+
+    with_server(test, dialect, vocabulary=50)
+
+
+def test_a_server_that_has_no_place_is_asked_again() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.busy = 1
+        request = a_request(tokens_max=2)
+        assert (await engine.generate(request)).tokens == tokens_of(server, request)
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_that_has_place_for_one_serves_all_one_after_the_other() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.places = 1
+        requests = [a_request(tokens_max=4) for _ in range(openai.TRIES + 3)]
+        found = await asyncio.gather(*(engine.generate(request) for request in requests))
+        assert [each.tokens for each in found] == [tokens_of(server, request) for request in requests]
+        assert server.turned_away > 0
+
+    with_server(test)
+
+
+def test_no_more_requests_than_slots_are_asked_at_once_and_waiting_is_told() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate(a_request(tokens_max=3))) for _ in range(6)]
+        await until(lambda: server.inside == 2)
+        assert (engine.statistics().active, engine.statistics().waiting) == (2, 4)
+        found = await asyncio.gather(*tasks)
+        assert server.inside_most == 2
+        assert max(each.waiting_s for each in found) > min(each.waiting_s for each in found)
+        assert (engine.statistics().active, engine.statistics().waiting) == (0, 0)
+
+    with_server(test, slots=2)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_busy_server_is_asked_again_when_it_says_and_no_later_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def pause(line: Line, seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Line, "pause", pause)
+
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        for retry_after, least_s in (("7", 7.0), ("1000000", openai.RETRY_AFTER_S_MAX)):
+            server.busy, server.retry_after = 1, retry_after
+            assert (await engine.generate(a_request(tokens_max=2))).tokens
+            assert least_s <= pauses.pop() <= least_s + openai.PAUSE_S and not pauses
+
+    with_server(test)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_server_without_place_for_anybody_is_dead_after_a_while() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        server.busy = -1
+        with pytest.raises(NoPlace, match="had no place for anybody for 2 s: it said 429: later"):
+            await engine.generate(a_request())
+        assert server.turned_away > 1
+
+    with_server(test, silent_s_max=2.0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_request_that_pauses_when_the_engine_is_closed_dies_with_it(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        monkeypatch.setattr(openai, "PAUSE_S", 2.0 * DEADLINE_S)
+        monkeypatch.setattr(openai, "PAUSE_S_MAX", 2.0 * DEADLINE_S)
+        server.status, server.unlucky = 503, 1
+        pausing = asyncio.create_task(engine.generate(a_request()))
+        await until(lambda: server.unlucky == 0)
+        served = asyncio.create_task(engine.generate(a_request(tokens_max=5000)))
+        queued = asyncio.create_task(engine.generate(a_request()))
+        await until(lambda: server.inside == 1)
+        await engine.close()
+        if again:
+            await engine.start(weights(2))
+        for task in (pausing, queued):
+            with pytest.raises(Unreachable, match="it was closed meanwhile"):
+                await task
+        with pytest.raises(EngineDied, match="it was closed meanwhile"):
+            await served
+        if again:
+            assert (await engine.generate(a_request(tokens_max=2))).versions == (2, 2), "the new life goes on"
+
+    with_server(test, slots=2)
+
+
+def test_silence_while_it_is_suspended_is_no_death() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        request = a_request(tokens_max=10)
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: server.inside == 1)
+        await engine.suspend()
+        done, _ = await asyncio.wait({task}, timeout=2.0)  # longer than it may be silent
+        assert not done
+        await engine.resume()
+        assert (await task).tokens == tokens_of(server, request)
+
+    with_server(test, "vllm", silent_s_max=1.0)
+
+
+def test_a_server_that_is_not_there_is_unreachable() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        await server.stop()
+        with pytest.raises(Unreachable, match="cannot be reached"):
+            await engine.generate(a_request())
+        with pytest.raises(ManagerError, match="cannot be reached"):
+            await engine_at(server.url).start(weights())
+
+    with_server(test)
+
+
+def test_closing_kills_what_is_inside_and_leaves_the_server() -> None:
+    async def test(server: ModelServer, engine: OpenAIEngine) -> None:
+        task = asyncio.create_task(engine.generate(a_request(tokens_max=5000)))
+        await until(lambda: server.inside == 1)
+        await engine.close()
+        with pytest.raises(EngineDied):
+            await task
+        await until(lambda: server.inside == 0)
+        await engine.start(weights())
+        assert len((await engine.generate(a_request(tokens_max=2))).tokens) == 2
+
+    with_server(test)
+
+
+def test_a_dialect_that_nobody_speaks_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="one of vllm, sglang, plain"):
+        engine_at("http://127.0.0.1:1", "esperanto")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost", "localhost:8000", "http://", "http://[::1", "http://node:{port}", "http://node:99999", "http://a b"],
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"url: expected an address such as http://localhost:8000"):
+        EngineSettings(kind="openai", url=url)
+
+
+def test_one_table_describes_several_servers() -> None:
+    settings = EngineSettings(name="server", count=3, kind="openai", url="http://node-{number}:8000/")
+    engine = OpenAIEngine(settings, 2)
+    assert (engine.name, engine._url) == ("server-2", "http://node-2:8000")
+
+
+# ---- behind a gateway ----
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_behind_a_gateway_a_busy_server_that_drops_a_connection_costs_no_request() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
+            gateway = Gateway([engine_at(server.url, slots=3)])
+            await gateway.start(weights())
+            server.status, server.unlucky = 503, 3
+            tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=30))) for _ in range(7)]
+            await until(lambda: server.inside == 3)
+            server.fault, server.fault_after = "dropped", 0
+            await until(lambda: server.inside < 3)
+            server.fault, server.status, server.unlucky = "", 503, 3
+            found = await asyncio.gather(*tasks)
+            assert [len(each.tokens) for each in found] == [30] * 7
+            assert gateway.statistics().engines[0].lives >= 2
+            await gateway.close()
+
+    asyncio.run(main())
+
+
+def test_behind_a_gateway_a_request_survives_its_server() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as first, ModelServer("vllm") as second:
+            engines = [
+                OpenAIEngine(EngineSettings(name=name, kind="openai", url=server.url), dialect="vllm")
+                for name, server in (("first", first), ("second", second))
+            ]
+            gateway = Gateway(engines)
+            await gateway.start(weights())
+            request = a_request(tokens_max=40)
+            task = asyncio.create_task(gateway.generate(request))
+            await until(lambda: first.inside == 1)
+            await asyncio.sleep(0.1)
+            first.fault = "dropped"
+            found = await task
+            assert found.tokens == tokens_of(first, request)
+            assert found.engine == "second" and gateway.statistics().resumed == 1
+            prompt = second.calls[-1][1]["prompt"]
+            assert len(prompt) > len(request.tokens) and prompt[len(request.tokens) :] == list(
+                found.tokens[: len(prompt) - len(request.tokens)]
+            )
+            await gateway.close()
+
+    asyncio.run(main())
+
+
+def test_behind_a_gateway_a_server_that_refuses_our_weights_goes_on_serving(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), ModelServer("vllm") as server:
+            gateway = Gateway([engine_at(server.url)])
+            await gateway.start(weights())
+            request = a_request(tokens_max=40)
+            task = asyncio.create_task(gateway.generate(request))
+            await until(lambda: server.inside == 1)
+            with pytest.raises(ManagerError, match=r"no engine took version 2.*Hugging Face folders only"):
+                await gateway.update(weights(2))
+            assert (await task).versions == (1,) * 40
+            await gateway.update(checkpoint(tmp_path, 2))
+            (kept,) = gateway.statistics().engines
+            assert (kept.version, kept.trains, kept.lives) == (2, True, 1)
+            await gateway.close()
+
+    asyncio.run(main())

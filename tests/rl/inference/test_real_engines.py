@@ -1,0 +1,128 @@
+"""The gateway on real engines in processes of their own: what is killed goes on, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.rl.inference.conftest import a_request
+
+from tangram.bench import affinity as bench
+from tangram.errors import ManagerError
+from tangram.rl.config.rollout_settings import EngineSettings
+from tangram.rl.inference.affinity import PUBLISHED
+from tangram.rl.inference.engines.process import ProcessEngine
+from tangram.rl.inference.engines.protocol import Weights
+from tangram.rl.inference.router import Gateway
+from tangram.rl.inference.router_records import EngineLost, Event
+
+DEADLINE_S = 180.0
+STEP_S = 0.02
+"""Slow enough to be killed in the middle."""
+
+
+def published(folder: Path, version: int, seed: int) -> Weights:
+    pytest.importorskip("torch")
+    from tangram.rl.model.transformer import Transformer, small
+    from tangram.rl.model.weight_store import publish
+
+    config = small(50, layers=1, width=32, heads=2, context_max=128)
+    return publish(Transformer.new(config, seed), config, str(folder), version)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def with_engines(
+    count: int, test: Callable[[Gateway, list[ProcessEngine], list[Event]], Awaitable[None]], weights: Weights
+) -> None:
+    async def main() -> None:
+        settings = EngineSettings(count=count, context_max=128, decode_s_per_step=STEP_S)
+        # 64 bits, so that another batch does not round a token into another one.
+        engines = [ProcessEngine(settings, number, dtype="float64") for number in range(count)]
+        events: list[Event] = []
+        gateway = Gateway(engines, on_event=events.append)
+        async with asyncio.timeout(DEADLINE_S):
+            await gateway.start(weights)
+            try:
+                await test(gateway, engines, events)
+                found = gateway.statistics()
+                assert found.requests == 0 and all(kept.load == 0 for kept in found.engines)
+            finally:
+                await gateway.close()
+        assert not any(engine.alive for engine in engines)
+
+    asyncio.run(main())
+
+
+def test_what_is_killed_in_the_middle_goes_on_token_for_token(tmp_path: Path) -> None:
+    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+        requests = [a_request(tokens=5 + number, tokens_max=60, session=f"s{number}", stop=()) for number in range(4)]
+        undisturbed = await asyncio.gather(*(gateway.generate(request) for request in requests))
+        tasks = [asyncio.create_task(gateway.generate(request)) for request in requests]
+        await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
+        await asyncio.sleep(20 * STEP_S)
+        os.kill(engines[0].pid, signal.SIGKILL)
+        found = await asyncio.gather(*tasks)
+        assert [each.tokens for each in found] == [each.tokens for each in undisturbed]
+        for before, after in zip(undisturbed, found, strict=True):
+            assert after.logprobs == pytest.approx(before.logprobs, abs=1e-9)
+        assert gateway.statistics().resumed >= 1
+        assert [event.engine for event in events if isinstance(event, EngineLost)] == [engines[0].name]
+        await until(lambda: all(kept.state == "serving" for kept in gateway.statistics().engines))
+        again = await asyncio.gather(*(gateway.generate(request) for request in requests))
+        assert [each.tokens for each in again] == [each.tokens for each in undisturbed]
+
+    with_engines(2, test, published(tmp_path, 1, seed=1))
+
+
+def test_an_engine_that_is_killed_during_an_update_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+    first, second = published(tmp_path, 1, seed=1), published(tmp_path, 2, seed=2)
+
+    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+        task = asyncio.create_task(gateway.generate(a_request(tokens_max=80, stop=())))
+        await until(lambda: gateway.statistics().engines[0].requests == 1)
+        await asyncio.sleep(10 * STEP_S)
+        update = asyncio.create_task(gateway.update(second))
+        os.kill(engines[0].pid, signal.SIGKILL)
+        await update
+        found = await task
+        assert len(found.tokens) == 80 and list(found.versions) == sorted(found.versions)
+        assert found.versions[-1] == 2
+        assert (await gateway.generate(a_request(tokens_max=2, stop=()))).versions == (2, 2)
+
+    with_engines(1, test, first)
+
+
+def test_weights_that_are_not_there_cost_nobody_anything(tmp_path: Path) -> None:
+    async def test(gateway: Gateway, engines: list[ProcessEngine], events: list[Event]) -> None:
+        tasks = [asyncio.create_task(gateway.generate(a_request(tokens_max=60, stop=()))) for _ in range(4)]
+        await until(lambda: sum(kept.requests for kept in gateway.statistics().engines) == 4)
+        lives = [engine.pid for engine in engines]
+        with pytest.raises(ManagerError, match=r"no engine took version 9.*/nonexistent/manifest.json"):
+            await gateway.update(Weights(version=9, folder="/nonexistent"))
+        found = await asyncio.gather(*tasks)
+        assert {version for each in found for version in each.versions} == {1}
+        assert gateway.statistics().version == 1
+        assert [engine.pid for engine in engines] == lives
+        assert not any(isinstance(event, EngineLost) for event in events)
+
+    with_engines(2, test, published(tmp_path, 1, seed=1))
+
+
+# ---- the benchmark ----
+
+
+def test_the_fleets_of_the_benchmark_cost_about_the_same_and_differ_as_published() -> None:
+    costs = [bench.cost(fleet) for fleet in bench.FLEETS]
+    assert max(costs) / min(costs) < 1.06
+    compute, bandwidth = (bench.engine_settings(bench.FULL, name, 1) for name in PUBLISHED)
+    assert bandwidth.prefill_s_per_token / compute.prefill_s_per_token == pytest.approx(989.5 / 148.0)
+    assert bandwidth.decode_s_per_step / compute.decode_s_per_step == pytest.approx(3.35 / 4.0)
+    assert bench.drawn(bench.FULL, 1) == bench.drawn(bench.FULL, 1) != bench.drawn(bench.FULL, 2)

@@ -1,0 +1,756 @@
+"""The gateway: routing, deaths, updates and the end, on scripted engines in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from tests.rl.inference.conftest import Rig, a_request, at_gateway, drawn, fake, play, until, weights
+
+from tangram.errors import InvalidConfig, InvalidInput, ManagerError
+from tangram.rl.inference.engine_supervisor import GIVEN_UP_MAX, REFUSED_MAX
+from tangram.rl.inference.engines.fake import FakeEngine
+from tangram.rl.inference.engines.openai import NoPlace
+from tangram.rl.inference.engines.protocol import EngineDied, Generation, Request, RequestRefused, Weights
+from tangram.rl.inference.router import GIVE_UP_DEATHS, READ_AGAIN, Gateway
+from tangram.rl.inference.router_records import (
+    CameBack,
+    EngineLost,
+    EngineRemoved,
+    EngineStarted,
+    EngineUpdated,
+    Event,
+    FellBack,
+    NoEngine,
+    RequestDropped,
+    RequestGivenUp,
+    RequestResumed,
+    State,
+    said,
+)
+
+# ---- routing ----
+
+
+def test_a_task_goes_to_the_class_that_it_prefers_and_others_to_the_default() -> None:
+    async def test(rig: Rig) -> None:
+        found = [await rig.gateway.generate(a_request(task=task)) for task in ("frozenlake", "chain", "other")]
+        assert [each.engine for each in found] == ["c", "b", "b"]
+
+    affinity = {"frozenlake": "compute", "default": "bandwidth"}
+    at_gateway(test, fake("c", "compute"), fake("b", "bandwidth"), affinity=affinity)
+
+
+def test_among_equals_the_one_with_the_fewest_tokens_outstanding_is_taken() -> None:
+    async def test(rig: Rig) -> None:
+        long = asyncio.create_task(rig.gateway.generate(a_request(tokens=100, tokens_max=50)))
+        await until(lambda: bool(rig.engines["a"].inside))
+        short = [await rig.gateway.generate(a_request()) for _ in range(3)]
+        assert [each.engine for each in short] == ["b", "b", "b"]
+        await long
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_a_session_stays_where_its_prefix_is() -> None:
+    async def test(rig: Rig) -> None:
+        first = await rig.gateway.generate(a_request(session="s", tokens=40))
+        # The other one has less to do, but not so much less.
+        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=5, tokens_max=20)))
+        await until(lambda: bool(rig.engines[first.engine].inside))
+        second = await rig.gateway.generate(a_request(session="s", tokens=60))
+        assert (second.engine, second.reused, second.prefilled) == (first.engine, 48, 12)
+        await busy
+        assert rig.gateway.statistics().stayed == 1
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_a_session_leaves_an_engine_that_is_overloaded() -> None:
+    async def test(rig: Rig) -> None:
+        first = await rig.gateway.generate(a_request(session="s", tokens=10, tokens_max=2))
+        assert first.engine == "a"
+        # Its prefix has 12 tokens, and the other engine has nothing to do.
+        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=round(READ_AGAIN * 12), tokens_max=1)))
+        await until(lambda: bool(rig.engines["a"].inside))
+        second = await rig.gateway.generate(a_request(session="s", tokens=20, tokens_max=1))
+        assert second.engine == "b"
+        assert rig.gateway.statistics().moved == 1
+        await busy
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_a_session_whose_prefix_was_lost_with_an_update_is_not_held_to_its_engine() -> None:
+    async def test(rig: Rig) -> None:
+        assert (await rig.gateway.generate(a_request(session="s"))).engine == "a"
+        await rig.gateway.update(weights(2))
+        busy = asyncio.create_task(rig.gateway.generate(a_request(tokens=1, tokens_max=2)))
+        await until(lambda: bool(rig.engines["a"].inside))
+        assert (await rig.gateway.generate(a_request(session="s"))).engine == "b"
+        await busy
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_what_cannot_train_serves_only_who_asks_for_its_class() -> None:
+    async def test(rig: Rig) -> None:
+        found = [await rig.gateway.generate(a_request(task=task)) for task in ("evaluation", "chain")]
+        assert [each.engine for each in found] == ["server", "own"]
+        assert not rig.gateway.binding().task("evaluation").trains
+        assert rig.gateway.binding().task("chain").trains
+
+    at_gateway(test, fake("server", "remote", trains=False), fake("own"), affinity={"evaluation": "remote"})
+
+
+# ---- falling back ----
+
+
+def test_a_class_that_fails_is_replaced_visibly_until_it_is_back() -> None:
+    async def test(rig: Rig) -> None:
+        gateway, compute = rig.gateway, rig.engines["c"]
+        compute.die("power")
+        found = await gateway.generate(a_request(task="frozenlake"))
+        assert found.engine == "b"
+        again = await gateway.generate(a_request(task="frozenlake", tokens_max=1))
+        assert again.engine == "b"
+        bound = gateway.binding().task("frozenlake")
+        assert (bound.wanted, bound.used, bound.falls_back) == ("compute", "bandwidth", True)
+        assert any("frozenlake falls back" in line for line in gateway.binding().lines())
+        statistics = gateway.statistics()
+        assert (statistics.fallbacks, statistics.falling_back) == ({"frozenlake": 2}, ("frozenlake",))
+        await until(lambda: compute.alive)
+        await until(lambda: gateway.statistics().engines[0].state is State.SERVING)
+        assert (await gateway.generate(a_request(task="frozenlake"))).engine == "c"
+        assert not gateway.binding().task("frozenlake").falls_back
+        assert gateway.statistics().falling_back == ()
+        assert [(each.wanted, each.used) for each in rig.told(FellBack)] == [("compute", "bandwidth")]
+        assert [each.hardware for each in rig.told(CameBack)] == ["compute"]
+
+    at_gateway(test, fake("c", "compute", start_s=5.0), fake("b", "bandwidth"), affinity={"frozenlake": "compute"})
+
+
+def test_who_trains_does_not_fall_back_to_what_cannot_train() -> None:
+    async def test(rig: Rig) -> None:
+        rig.engines["own"].die("power")
+        waiting = asyncio.create_task(rig.gateway.generate(a_request(task="chain")))
+        found = await waiting
+        assert found.engine == "own" and rig.engines["own"].answered == 1
+        assert rig.told(FellBack) == []
+
+    at_gateway(test, fake("server", "remote", trains=False), fake("own"), affinity={"chain": "default"})
+
+
+def test_a_class_that_nobody_has_and_nobody_knows_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"nearest: compute.*comptue"):
+        Gateway([fake("c", "compute")], affinity={"chain": "comptue"})
+
+
+def test_two_engines_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match="name of its own"):
+        Gateway([fake("a"), fake("a")])
+
+
+# ---- deaths ----
+
+
+def test_a_request_whose_engine_dies_goes_on_elsewhere_from_its_tokens() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens=10, tokens_max=20, session="s")
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await asyncio.sleep(0.55)
+        rig.engines["a"].die("out of memory")
+        await rig.gateway.update(weights(2))
+        found = await task
+        assert found.tokens == drawn(request)
+        assert len(found.logprobs) == len(found.versions) == 20
+        assert found.versions[:5] == (1,) * 5 and set(found.versions[5:]) <= {1, 2}
+        assert found.finish == "length" and found.engine == "b"
+        rest = rig.engines["b"].asked[-1]
+        assert rest.id == request.id
+        assert (len(rest.tokens), rest.sampling.tokens_max) == (15, 15)
+        assert [(event.engine, event.written) for event in rig.told(RequestResumed)] == [("a", 5)]
+        assert [(event.engine, event.requests, event.deaths) for event in rig.told(EngineLost)] == [("a", 1, 1)]
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_a_request_whose_only_engine_dies_goes_on_when_it_is_back() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=20)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await asyncio.sleep(0.55)
+        rig.engines["a"].die()
+        found = await task
+        assert found.tokens == drawn(request)
+        assert found.waiting_s > 0.0
+        assert [event.life for event in rig.told(EngineStarted)] == [1, 2]
+
+    at_gateway(test, fake("a", start_s=3.0))
+
+
+def test_an_engine_that_dies_after_the_last_token_is_not_asked_again() -> None:
+    class Dying:
+        """Writes all and dies before it says so."""
+
+        def __init__(self) -> None:
+            self.inner = fake("a")
+            self.name, self.hardware, self.trains = "a", "default", True
+            self.asked = 0
+
+        async def generate(self, request: Request) -> Generation:
+            self.asked += 1
+            found = await self.inner.generate(request)
+            raise EngineDied("a", "too late", found)
+
+        async def start(self, given: Weights) -> None:
+            await self.inner.close()
+            await self.inner.start(given)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+    async def main() -> None:
+        engine = Dying()
+        gateway = Gateway([engine])
+        await gateway.start(weights())
+        request = a_request()
+        found = await gateway.generate(request)
+        assert (found.tokens, found.finish, engine.asked) == (drawn(request), "length", 1)
+        await gateway.close()
+
+    play(main)
+
+
+def test_an_engine_that_dies_again_and_again_is_removed_and_the_others_serve() -> None:
+    async def test(rig: Rig) -> None:
+        bad = rig.engines["bad"]
+        bad.refuse(starts=100)
+        bad.die()
+        await rig.gateway.generate(a_request())
+        await until(lambda: bool(rig.told(EngineRemoved)))
+        assert [event.engine for event in rig.told(EngineRemoved)] == ["bad"]
+        assert [event.deaths for event in rig.told(EngineLost)] == [1, 2, 3]
+        kept = rig.gateway.statistics().engines[0]
+        assert kept.state is State.REMOVED and "died 3 times" in kept.reason
+        assert (await rig.gateway.generate(a_request())).engine == "good"
+
+    at_gateway(test, fake("bad"), fake("good"), deaths_max=3)
+
+
+def test_deaths_that_are_far_apart_do_not_remove_an_engine() -> None:
+    async def test(rig: Rig) -> None:
+        for _ in range(6):
+            rig.engines["a"].die()
+            await rig.gateway.generate(a_request())
+            await asyncio.sleep(200.0)
+        assert rig.told(EngineRemoved) == []
+
+    at_gateway(test, fake("a"), deaths_max=3, deaths_window_s=300.0)
+
+
+def test_when_no_engine_is_left_everybody_is_told_why() -> None:
+    async def test(rig: Rig) -> None:
+        waiting = [asyncio.create_task(rig.gateway.generate(a_request(tokens_max=50))) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        for engine in rig.engines.values():
+            engine.refuse(starts=100)
+            engine.die("power")
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(each, NoEngine) and "no start, as the script says" in str(each) for each in found)
+        with pytest.raises(NoEngine, match="no engine is left for task default"):
+            await rig.gateway.generate(a_request())
+        with pytest.raises(NoEngine):
+            await rig.gateway.update(weights(2))
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_a_start_at_which_no_engine_comes_up_says_why_and_leaves_nothing() -> None:
+    async def main() -> None:
+        engine = fake("a")
+        engine.refuse(starts=100)
+        gateway = Gateway([engine])
+        with pytest.raises(NoEngine, match=r"no engine started: a \(default\): died 3 times"):
+            await gateway.start(weights())
+        with pytest.raises(NoEngine, match="closed"):
+            await gateway.generate(a_request())
+
+    play(main)
+
+
+def test_an_engine_that_hangs_and_notices_it_costs_only_time() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=20)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await asyncio.sleep(0.35)
+        rig.engines["a"].hang(notice_s=30.0)
+        assert (await task).tokens == drawn(request)
+
+    at_gateway(test, fake("a"), fake("b"))
+
+
+def test_engines_that_died_while_idle_are_not_the_fault_of_who_finds_them() -> None:
+    async def test(rig: Rig) -> None:
+        for engine in rig.engines.values():
+            engine.die("power")
+        request = a_request()
+        assert (await rig.gateway.generate(request)).tokens == drawn(request)
+
+    at_gateway(test, *(fake(f"e{number}") for number in range(GIVE_UP_DEATHS + 2)))
+
+
+# ---- poison ----
+
+
+def poisonous(request: Request) -> bool:
+    return request.task == "poison"
+
+
+def poisoned(rig: Rig) -> asyncio.Task[None]:
+    """Kills each engine a moment after a poisonous request came in."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            for engine in rig.engines.values():
+                ids = {request.id for request in engine.asked if poisonous(request)}
+                if ids & set(engine.inside):
+                    engine.die("a bad token")
+
+    return asyncio.create_task(watch())
+
+
+@pytest.mark.parametrize("engines", [1, 2, 5])
+def test_a_request_that_kills_engines_is_given_up_and_nobody_else_is(engines: int) -> None:
+    async def test(rig: Rig) -> None:
+        watch = poisoned(rig)
+        innocent = [a_request(tokens_max=30) for _ in range(6)]
+        tasks = [asyncio.create_task(rig.gateway.generate(request)) for request in innocent]
+        await asyncio.sleep(0.2)
+        poison = a_request(tokens_max=30, task="poison")
+        with pytest.raises(RequestGivenUp, match=rf"{poison.id} was inside at 3 deaths") as given_up:
+            await rig.gateway.generate(poison)
+        assert given_up.value.request == poison.id
+        found = await asyncio.gather(*tasks)
+        assert [each.tokens for each in found] == [drawn(request) for request in innocent]
+        assert [event.request for event in rig.told(RequestDropped)] == [poison.id]
+        watch.cancel()
+        assert rig.told(EngineRemoved) == [], "its deaths do not count against the engines"
+        await until(lambda: all(kept.state is State.SERVING for kept in rig.gateway.statistics().engines))
+
+    at_gateway(test, *(fake(f"e{number}") for number in range(engines)), deaths_max=3)
+
+
+def test_an_engine_that_dies_of_every_request_is_removed_though_it_starts_well_each_time() -> None:
+    async def test(rig: Rig) -> None:
+        watch = poisoned(rig)
+        requests = [a_request(tokens_max=30, task="poison") for _ in range(40)]
+        found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        watch.cancel()
+        given_up = [each for each in found if isinstance(each, RequestGivenUp)]
+        assert len(given_up) == GIVEN_UP_MAX
+        assert sum(isinstance(each, NoEngine) for each in found) == len(requests) - GIVEN_UP_MAX
+        (removed,) = rig.told(EngineRemoved)
+        assert "and served nobody; the last time: engine a: a bad token" in removed.reason
+        assert len(rig.told(EngineLost)) <= GIVEN_UP_MAX + GIVE_UP_DEATHS
+
+    at_gateway(test, fake("a"), deaths_max=3)
+
+
+def test_requests_that_kill_an_engine_which_serves_others_in_between_do_not_remove_it() -> None:
+    async def test(rig: Rig) -> None:
+        watch = poisoned(rig)
+        for _ in range(2 * GIVEN_UP_MAX):
+            with pytest.raises(RequestGivenUp):
+                await rig.gateway.generate(a_request(tokens_max=30, task="poison"))
+            await rig.gateway.generate(a_request(tokens_max=2))
+        watch.cancel()
+        assert rig.told(EngineRemoved) == []
+
+    at_gateway(test, fake("a"), deaths_max=3)
+
+
+class Crowded(FakeEngine):
+    """Has no place for anybody, and says so late to one of them."""
+
+    async def generate(self, request: Request) -> Generation:
+        if request.task != "told":
+            return await super().generate(request)
+        await asyncio.sleep(500.0)
+        raise NoPlace(self.name, "no place", None)
+
+
+def test_an_engine_that_serves_nobody_between_its_deaths_is_removed_however_rarely_it_dies() -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(NoEngine, match=r"died 3 times and served nobody; the last time: engine a: no place"):
+            await rig.gateway.generate(a_request(task="told"))
+
+    at_gateway(test, Crowded(drawn, name="a"), deaths_max=3, deaths_window_s=300.0)
+
+
+def test_nobody_is_given_up_for_the_death_of_an_engine_that_had_no_place() -> None:
+    async def test(rig: Rig) -> None:
+        requests = [a_request(task=task, tokens_max=100_000) for task in ("told", "other", "other")]
+        found = await asyncio.gather(*map(rig.gateway.generate, requests), return_exceptions=True)
+        assert all(isinstance(each, NoEngine) for each in found), found
+        assert len(rig.told(EngineLost)) == 4 and rig.told(RequestDropped) == []
+
+    at_gateway(test, Crowded(drawn, name="a", token_s=1.0), deaths_max=4)
+
+
+class Choosy(FakeEngine):
+    """Refuses what is of task `refused`, and lives."""
+
+    async def generate(self, request: Request) -> Generation:
+        if request.task == "refused":
+            await asyncio.sleep(0.1)
+            raise RequestRefused(self.name, "it said 500: no")
+        return await super().generate(request)
+
+
+def test_an_engine_that_refuses_every_request_is_removed() -> None:
+    async def test(rig: Rig) -> None:
+        for _ in range(3 * REFUSED_MAX):
+            with pytest.raises(RequestRefused):
+                await rig.gateway.generate(a_request(task="refused"))
+        with pytest.raises(NoEngine, match=rf"it refused {REFUSED_MAX} requests in a row and served none.*500: no"):
+            await rig.gateway.generate(a_request(task="refused"))
+
+    at_gateway(test, Choosy(drawn, name="a"), deaths_max=3)
+
+
+def test_an_engine_that_serves_others_may_refuse_as_many_as_it_likes() -> None:
+    async def test(rig: Rig) -> None:
+        for number in range(5 * REFUSED_MAX):
+            with pytest.raises(RequestRefused):
+                await rig.gateway.generate(a_request(task="refused"))
+            if number % (REFUSED_MAX - 1) == 0:
+                await rig.gateway.generate(a_request(tokens_max=1))
+        assert rig.told(EngineLost) == []
+
+    at_gateway(test, Choosy(drawn, name="a"))
+
+
+# ---- aborts ----
+
+
+def test_cancelling_a_request_reaches_its_engine_and_no_other_request() -> None:
+    async def test(rig: Rig) -> None:
+        kept, left = a_request(tokens_max=20), a_request(tokens_max=20)
+        tasks = [asyncio.create_task(rig.gateway.generate(request)) for request in (kept, left)]
+        await asyncio.sleep(0.25)
+        tasks[1].cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(found[0], Generation) and found[0].tokens == drawn(kept)
+        assert isinstance(found[1], asyncio.CancelledError)
+        assert rig.engines["a"].aborted == 1
+        statistics = rig.gateway.statistics()
+        assert (statistics.served, statistics.cancelled, statistics.failed) == (1, 1, 0)
+
+    at_gateway(test, fake("a"))
+
+
+def test_a_request_can_be_cancelled_while_it_waits_for_an_engine() -> None:
+    async def test(rig: Rig) -> None:
+        rig.engines["a"].die()
+        task = asyncio.create_task(rig.gateway.generate(a_request()))
+        await asyncio.sleep(1.0)
+        assert rig.gateway.statistics().waiting == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert rig.gateway.statistics().waiting == 0
+
+    at_gateway(test, fake("a", start_s=60.0))
+
+
+def test_an_id_that_is_being_served_is_refused() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request()
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await asyncio.sleep(0.0)
+        with pytest.raises(InvalidInput, match="being served already"):
+            await rig.gateway.generate(request)
+        await task
+        assert (await rig.gateway.generate(request)).tokens == drawn(request)
+
+    at_gateway(test, fake("a"))
+
+
+# ---- updates ----
+
+
+def test_an_update_changes_the_version_in_the_middle_of_a_request() -> None:
+    async def test(rig: Rig) -> None:
+        task = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=10)))
+        await asyncio.sleep(0.45)
+        await rig.gateway.update(weights(2))
+        found = await task
+        assert found.versions == (1,) * 4 + (2,) * 6
+        assert [event.version for event in rig.told(EngineUpdated)] == [2]
+        assert rig.gateway.statistics().version == 2
+
+    at_gateway(test, fake("a", update_s=5.0))
+
+
+def test_a_slow_engine_does_not_hold_up_the_others() -> None:
+    async def test(rig: Rig) -> None:
+        update = asyncio.create_task(rig.gateway.update(weights(2)))
+        await until(lambda: bool(rig.told(EngineUpdated)))
+        assert not rig.engines["fast"].suspended and rig.engines["slow"].suspended and not update.done()
+        await update
+        assert [event.engine for event in rig.told(EngineUpdated)] == ["fast", "slow"]
+        assert rig.told(EngineUpdated)[0].took_s < 2.0
+
+    at_gateway(test, fake("fast", update_s=1.0), fake("slow", update_s=50.0))
+
+
+def test_an_engine_that_refuses_what_others_take_is_restarted_with_the_new_weights() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=30)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await until(lambda: bool(rig.engines["a"].inside))
+        rig.engines["a"].refuse(updates=1)
+        await rig.gateway.update(weights(2))
+        await until(lambda: rig.engines["a"].alive and rig.engines["a"].version == 2)
+        found = await task
+        assert found.tokens == drawn(request)
+        assert [event.engine for event in rig.told(EngineLost)] == ["a"]
+        assert "no update" in rig.told(EngineLost)[0].reason
+
+    at_gateway(test, fake("a"), fake("b", update_s=3.0))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_weights_that_no_engine_takes_are_told_and_all_go_on_with_those_before(count: int) -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=30)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await asyncio.sleep(0.25)
+        for engine in rig.engines.values():
+            engine.refuse(updates=1)
+        with pytest.raises(
+            ManagerError, match=r"no engine took version 9.*go on with version 1.*e0: .*no update"
+        ) as told:
+            await rig.gateway.update(weights(9))
+        assert all(f"{name}: " in str(told.value) for name in rig.engines)
+        found = await task
+        assert (found.tokens, set(found.versions)) == (drawn(request), {1})
+        assert rig.told(EngineLost) == []
+        statistics = rig.gateway.statistics()
+        assert (statistics.version, {kept.version for kept in statistics.engines}) == (1, {1})
+        rig.engines["e0"].die()
+        await rig.gateway.update(weights(2))
+        assert {kept.version for kept in rig.gateway.statistics().engines if kept.state is State.SERVING} == {2}
+
+    at_gateway(test, *(fake(f"e{number}", update_s=float(number)) for number in range(count)))
+
+
+def test_an_engine_that_starts_after_weights_that_nobody_took_gets_those_before() -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(ManagerError, match="no engine took version 9"):
+            await rig.gateway.update(weights(9))
+        rig.engines["a"].die()
+        assert (await rig.gateway.generate(a_request())).versions == (1,) * 8
+        # Also if nobody serves when they come.
+        rig.engines["a"].die()
+        waiting = asyncio.create_task(rig.gateway.generate(a_request()))
+        await until(lambda: rig.gateway.statistics().engines[0].state is State.DOWN)
+        with pytest.raises(ManagerError, match="no engine took version 9"):
+            await rig.gateway.update(weights(9))
+        assert (await waiting).versions == (1,) * 8
+        assert rig.gateway.statistics().version == 1
+
+    at_gateway(test, Missing("a", missing=9), deaths_max=50)
+
+
+class Missing(FakeEngine):
+    """The folder of one version is not there."""
+
+    def __init__(self, name: str, missing: int) -> None:
+        super().__init__(drawn, name=name, token_s=0.1)
+        self._missing = missing
+
+    async def start(self, weights: Weights) -> None:
+        self._require(weights)
+        await super().start(weights)
+
+    async def update(self, weights: Weights) -> None:
+        self._require(weights)
+        await super().update(weights)
+
+    def _require(self, weights: Weights) -> None:
+        if weights.version == self._missing:
+            raise ManagerError(f"{weights.folder}: no such file")
+
+
+def test_an_engine_that_hangs_in_an_update_is_restarted_with_the_new_weights() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=30)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        await asyncio.sleep(0.25)
+        rig.engines["a"].hang()
+        await rig.gateway.update(weights(2))
+        assert (await task).tokens == drawn(request)
+        assert rig.engines["a"].version == 2
+        assert "within 10 s" in rig.told(EngineLost)[0].reason
+
+    at_gateway(test, fake("a"), update_s_max=10.0)
+
+
+def test_deaths_by_updates_are_not_the_fault_of_who_was_inside() -> None:
+    async def test(rig: Rig) -> None:
+        request = a_request(tokens_max=200)
+        task = asyncio.create_task(rig.gateway.generate(request))
+        for version in range(2, 7):
+            await asyncio.sleep(1.0)
+            for engine in rig.engines.values():
+                if engine.inside:
+                    engine.refuse(updates=1)
+            await rig.gateway.update(weights(version))
+            await until(lambda: all(kept.version == version for kept in rig.gateway.statistics().engines))  # noqa: B023
+        assert (await task).tokens == drawn(request)
+        assert len(rig.told(EngineLost)) == 5 > GIVE_UP_DEATHS
+
+    at_gateway(test, fake("a"), fake("b"), deaths_max=50)
+
+
+def test_of_two_updates_the_later_one_wins() -> None:
+    async def test(rig: Rig) -> None:
+        updates = [asyncio.create_task(rig.gateway.update(weights(version))) for version in (2, 3, 4)]
+        await asyncio.gather(*updates)
+        assert {engine.version for engine in rig.engines.values()} == {4}
+        # Those who came in between were left out, or overtaken.
+        assert all(event.version in (2, 4) for event in rig.told(EngineUpdated))
+
+    at_gateway(test, fake("a", update_s=1.0), fake("b", update_s=7.0))
+
+
+def test_weights_are_taken_back_only_if_that_is_said() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.gateway.update(weights(9))
+        with pytest.raises(InvalidConfig, match="rollback=True"):
+            await rig.gateway.update(weights(8))
+        assert rig.engines["a"].version == rig.gateway.statistics().version == 9
+        await rig.gateway.update(weights(8), rollback=True)
+        assert rig.engines["a"].version == rig.gateway.statistics().version == 8
+
+    at_gateway(test, fake("a"))
+
+
+def test_an_engine_that_restarts_during_an_update_serves_only_the_newest_weights() -> None:
+    async def test(rig: Rig) -> None:
+        rig.engines["a"].die()
+        waiting = asyncio.create_task(rig.gateway.generate(a_request()))
+        await until(lambda: rig.gateway.statistics().engines[0].state is State.STARTING)
+        await asyncio.sleep(1.0)
+        await rig.gateway.update(weights(2))
+        await rig.gateway.update(weights(3))
+        assert (await waiting).versions == (3,) * 8
+
+    at_gateway(test, fake("a", start_s=5.0, update_s=2.0))
+
+
+# ---- the end ----
+
+
+def test_closing_ends_whoever_is_inside_or_waits() -> None:
+    async def main() -> None:
+        rig = Rig(fake("a"), fake("b", "other", start_s=100.0), affinity={"x": "other"})
+        starting = asyncio.create_task(rig.gateway.start(weights()))
+        await asyncio.sleep(1.0)
+        inside = asyncio.create_task(rig.gateway.generate(a_request(tokens_max=100)))
+        update = asyncio.create_task(rig.gateway.update(weights(2)))
+        await asyncio.sleep(0.5)
+        rig.engines["a"].hang()
+        third = asyncio.create_task(rig.gateway.update(weights(3)))
+        await asyncio.sleep(0.5)
+        await rig.gateway.close()
+        await rig.gateway.close()
+        found = await asyncio.gather(starting, inside, update, third, return_exceptions=True)
+        assert isinstance(found[1], NoEngine) and "closed" in str(found[1])
+        assert isinstance(found[3], NoEngine)
+        assert {kept.state for kept in rig.gateway.statistics().engines} == {State.CLOSED}
+        rig.check_idle()
+
+    play(main)
+
+
+def test_a_listener_that_fails_disturbs_nobody() -> None:
+    async def main() -> None:
+        faults: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context["exception"]))
+
+        def listener(event: object) -> None:
+            raise RuntimeError("no paper")
+
+        gateway = Gateway([fake("a")], on_event=listener)
+        await gateway.start(weights())
+        request = a_request()
+        assert (await gateway.generate(request)).tokens == drawn(request)
+        await gateway.close()
+        assert len(faults) == 1
+
+    with asyncio.Runner() as runner:
+        runner.run(main())
+
+
+def test_what_a_request_does_wrong_is_told_to_who_made_it() -> None:
+    class Choosy:
+        def __init__(self) -> None:
+            self.inner = fake("a")
+            self.name, self.hardware, self.trains = "a", "default", True
+
+        async def generate(self, request: Request) -> Generation:
+            raise InvalidInput("tokens", len(request.tokens), "fewer")
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+    async def main() -> None:
+        gateway = Gateway([Choosy()])
+        await gateway.start(weights())
+        with pytest.raises(InvalidInput, match="expected fewer"):
+            await gateway.generate(a_request())
+        statistics = gateway.statistics()
+        assert (statistics.failed, statistics.engines[0].state, statistics.engines[0].load) == (1, State.SERVING, 0)
+        await gateway.close()
+
+    play(main)
+
+
+def test_no_engine_is_a_failure_of_the_world() -> None:
+    assert issubclass(NoEngine, ManagerError) and issubclass(RequestGivenUp, ManagerError)
+
+
+# ---- what is told ----
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        (
+            EngineLost(at_s=0.0, engine="a", reason="it ended with\nsignal 9", requests=1, deaths=2),
+            "engine a was lost with 1 request inside and is started again (death 2): it ended with signal 9.",
+        ),
+        (EngineRemoved(at_s=0.0, engine="a", reason="died 3 times."), "engine a is given up: died 3 times."),
+        (
+            FellBack(at_s=0.0, task="chain", wanted="compute", used="bandwidth"),
+            "task chain falls back to bandwidth, since no engine of class compute serves.",
+        ),
+        (CameBack(at_s=0.0, task="chain", hardware="compute"), "task chain is served by class compute again."),
+    ],
+)
+def test_an_event_is_said_in_one_sentence(event: Event, sentence: str) -> None:
+    assert said(event) == sentence
+
+
+def test_every_event_has_a_sentence() -> None:
+    example: dict[type, Any] = {float: 1.5, int: 2, str: "x"}
+    for kind in get_args(Event):
+        fields = {field.name: example[field.type] for field in msgspec.structs.fields(kind)}
+        text = said(kind(**fields))
+        assert text.endswith(".") and "\n" not in text

@@ -1,0 +1,282 @@
+"""The judge: trained once, kept, examined whenever it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tangram import Emulated, Service, Status, connect
+from tangram.errors import InvalidAction, InvalidConfig, ManagerError
+from tangram.rl.environments import lookup_judge
+from tangram.rl.environments.lookup_judge import JudgeSettings, cache_folder, have_judge, keep, kept, kept_at
+
+torch = pytest.importorskip("torch") if os.environ.get("CI") != "true" else __import__("torch")
+
+from tangram.rl.model import judge as judge_module  # noqa: E402
+from tangram.rl.model.judge import Judge, Pairs, answers, obtain, train  # noqa: E402
+
+DEADLINE_S = 300.0
+GROUPS = tuple(tuple(f"{letter}{number}" for number in range(6)) for letter in "abcd")
+TINY = JudgeSettings(groups=GROUPS, width=32, batch=64, steps_max=600)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tiny judge in it."""
+    folder = tmp_path_factory.mktemp("judges")
+    torch.set_num_threads(1)
+    obtain(TINY, folder)
+    return folder
+
+
+def ask(judge: Judge, given: str, expected: str) -> dict[str, float]:
+    [answer] = answers(judge, [json.dumps({"given": given, "expected": expected}).encode()])
+    found: dict[str, float] = json.loads(answer)
+    return found
+
+
+def test_it_tells_who_belongs_together_also_of_pairs_that_it_was_not_trained_on(folder: Path) -> None:
+    judge, pairs = obtain(TINY, folder), Pairs(TINY)
+    assert pairs.accuracy(judge) >= 0.99
+    names = [name for group in GROUPS for name in group]
+    for different, same in zip(*pairs.held_out, strict=False):
+        assert ask(judge, *(names[at] for at in same))["score"] == 1.0
+        assert ask(judge, *(names[at] for at in different))["score"] == 0.0
+    said = ask(judge, "a0", "a1")
+    assert said["score"] == 1.0 and 0.5 < said["probability"] <= 1.0
+
+
+def test_no_pair_is_both_taught_and_held_out() -> None:
+    pairs = Pairs(TINY)
+    taught, held_out = ({tuple(p) for part in parts for p in part.tolist()} for parts in (pairs.taught, pairs.held_out))
+    assert not taught & held_out and len(taught | held_out) == 24 * 24
+    assert all(len(part) for part in pairs.held_out)
+
+
+def test_the_same_settings_make_the_same_judge() -> None:
+    few = msgspec.structs.replace(TINY, steps_max=20)
+    one, other = train(few).state_dict(), train(few).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_one_that_does_not_pass_refuses_to_start_and_is_not_kept(tmp_path: Path) -> None:
+    lazy = msgspec.structs.replace(TINY, steps_max=1)
+    with pytest.raises(ManagerError, match=r"right about 0\.\d+ of the pairs of names, and 0\.99 are needed"):
+        obtain(lazy, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_is_kept_is_examined_as_well(tmp_path: Path, folder: Path) -> None:
+    """However it got there: here, that of other settings under this name, with a seal that fits."""
+    lazy = msgspec.structs.replace(TINY, seed=7, steps_max=1)
+    content = kept(folder, TINY)
+    assert content is not None
+    keep(tmp_path, lazy, content)
+    obtain(lazy, tmp_path)  # which is a good judge
+    state = judge_module._loaded(lazy, content)
+    assert state is not None
+    with torch.no_grad():
+        state.transformer.embedding.zero_()
+    spoilt = io.BytesIO()
+    torch.save(state.state_dict(), spoilt)
+    keep(tmp_path, lazy, spoilt.getvalue())
+    with pytest.raises(ManagerError, match="it would pay for wrong answers"):
+        obtain(lazy, tmp_path)
+
+
+def test_what_is_kept_is_used_and_what_is_damaged_is_trained_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = kept(folder, TINY)
+    assert content is not None
+    keep(tmp_path, TINY, content)
+    trained = []
+    monkeypatch.setattr(judge_module, "train", lambda *_: trained.append(1) or train(TINY))
+    obtain(TINY, tmp_path)
+    assert trained == []
+    path = kept_at(tmp_path, TINY)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:100] + b"x" + whole[101:], b"no judge at all"):
+        path.write_bytes(damaged)
+        assert kept(tmp_path, TINY) is None
+    obtain(TINY, tmp_path)
+    assert trained == [1] and kept(tmp_path, TINY) is not None
+    keep(tmp_path, TINY, b"a file of a transformer that was made otherwise")
+    obtain(TINY, tmp_path)
+    assert trained == [1, 1]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name], "no part of a file is left"
+
+
+def test_a_file_is_that_of_its_settings(folder: Path) -> None:
+    others = [{"seed": 2}, {"width": 64}, {"groups": GROUPS[:3]}, {"accuracy_min": 0.5}]
+    paths = {kept_at(folder, TINY)} | {kept_at(folder, msgspec.structs.replace(TINY, **each)) for each in others}
+    assert len(paths) == 5
+    other = msgspec.structs.replace(TINY, seed=2)
+    kept_at(folder, other).write_bytes(kept_at(folder, TINY).read_bytes())
+    assert kept(folder, other) is None
+    kept_at(folder, other).unlink()
+
+
+def test_the_folder_is_that_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "tangram" / "judges"
+    for odd in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", odd)
+        assert cache_folder() == Path.home() / ".cache" / "tangram" / "judges"
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ManagerError, match=r"cannot be kept in .*XDG_CACHE_HOME names another folder"):
+        keep(tmp_path / "file", TINY, b"")
+
+
+@pytest.mark.parametrize("groups", [(("a", "b"),), (("a",), ("a",))])
+def test_settings_that_cannot_be_meant_are_refused(groups: Any) -> None:
+    with pytest.raises(InvalidConfig, match="at least two entities, and each name once"):
+        JudgeSettings(groups=groups)
+
+
+# ---- the process that trains ----
+
+
+def within(doing: Any) -> Any:
+    async def main() -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            return await doing
+
+    return asyncio.run(main())
+
+
+def test_training_happens_once_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_judge, "QUIET_S", 0.0)
+    told: list[tuple[float, str]] = []
+
+    async def main() -> None:
+        await asyncio.gather(
+            have_judge(TINY, tmp_path, lambda *said: told.append(said)), have_judge(TINY, tmp_path, lambda *_: None)
+        )
+
+    within(main())
+    assert told and told == sorted(told) and "accuracy" in told[-1][1]
+    assert kept(tmp_path, TINY) is not None and len(list(tmp_path.iterdir())) == 1
+    told.clear()
+    within(have_judge(TINY, tmp_path, lambda *said: told.append(said)))
+    assert told == []
+
+
+def test_what_went_wrong_there_is_said_here(tmp_path: Path) -> None:
+    lazy = msgspec.structs.replace(TINY, steps_max=1)
+    with pytest.raises(ManagerError, match="cannot be trained: the judge is right about"):
+        within(have_judge(lazy, tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_is_cancelled_ends_the_training(tmp_path: Path) -> None:
+    long = msgspec.structs.replace(TINY, steps_max=10_000_000, accuracy_min=1.0, rate=1e-9)
+
+    async def main() -> None:
+        before = own_children()
+        training = asyncio.create_task(have_judge(long, tmp_path))
+        while own_children() == before:  # noqa: ASYNC110 - another process appears
+            await asyncio.sleep(0.01)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert own_children() == before
+
+    within(main())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_that_is_killed_is_an_error(tmp_path: Path) -> None:
+    long = msgspec.structs.replace(TINY, steps_max=10_000_000, accuracy_min=1.0, rate=1e-9)
+
+    async def main() -> None:
+        before = own_children()
+        training = asyncio.create_task(have_judge(long, tmp_path))
+        while not (new := own_children() - before):  # noqa: ASYNC110 - another process appears
+            await asyncio.sleep(0.01)
+        os.kill(new.pop(), signal.SIGKILL)
+        with pytest.raises(ManagerError, match="cannot be trained"):
+            await training
+
+    within(main())
+
+
+def own_children() -> set[int]:
+    return set(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+
+
+# ---- the service ----
+
+
+def service(settings: JudgeSettings, folder: Path) -> Service:
+    arguments = {"settings": msgspec.to_builtins(settings), "folder": str(folder)}
+    return Service(name="judge", engine="tangram.rl.model.judge:JudgeEngine", arguments=arguments)
+
+
+def test_it_answers_as_a_service_and_refuses_what_it_does_not_know(tmp_path: Path, folder: Path) -> None:
+    async def main() -> None:
+        options: dict[str, Any] = dict(
+            backend="process", state=tmp_path / "state", devices=[Emulated(memory_bytes=1 << 20)]
+        )
+        async with connect(services=[service(TINY, folder)], **options) as client:
+            asked = [("a0", "a5", 1.0), ("a0", "b0", 0.0), ("c3", "c3", 1.0), ("d1", "a1", 0.0)] * 8
+            found = await client.gather(
+                *(client.infer("judge", {"given": one, "expected": other}) for one, other, _ in asked)
+            )
+            assert [each.json()["score"] for each in found] == [right for _, _, right in asked]
+            for wrong in (
+                {"given": "a0", "expected": "nobody"},
+                {"given": "a0"},
+                [],
+                "text",
+                {"given": 1, "expected": []},
+            ):
+                with pytest.raises(InvalidAction, match="payload"):
+                    await client.infer("judge", wrong)
+            assert (await client.infer("judge", {"given": "a0", "expected": "a1"})).status is Status.SUCCEEDED
+
+    within(main())
+
+
+def test_a_service_whose_judge_does_not_pass_does_not_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        lazy = msgspec.structs.replace(TINY, steps_max=1)
+        devices = [Emulated(memory_bytes=1 << 20)]
+        with pytest.raises(ManagerError, match=r"service judge cannot be prepared: .*0\.99 are needed"):
+            async with connect(
+                backend="process", state=tmp_path / "state", services=[service(lazy, tmp_path)], devices=devices
+            ):
+                raise AssertionError("it started")
+
+    within(main())
+
+
+def test_naming_the_service_does_not_import_torch() -> None:
+    code = "import sys; from tangram.rl.environments import lookup; sys.exit('torch' in sys.modules)"
+
+    async def main() -> int:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+        return await process.wait()
+
+    assert within(main()) == 0

@@ -1,0 +1,386 @@
+"""What pools did since somebody asked last: exact on virtual time, and of real programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.client.conftest import why_not
+from tests.server.shared import serving, shared
+
+from tangram.client.client import Client, connect
+from tangram.client.transport import LocalTransport
+from tangram.clock import VirtualLoop
+from tangram.core.action import Action, Outcome, Status
+from tangram.core.demand import GPU, Demand, fixed
+from tangram.core.messages import Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
+from tangram.core.policies import policy
+from tangram.core.scheduler import Scheduler
+from tangram.managers.fake import FakeManager
+from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
+from tangram.managers.work import Hold
+from tangram.rl.observe.pool_usage import PoolWatch
+from tangram.rl.observe.pool_usage_local import PoolObserver
+from tangram.rl.train.records import PoolUse
+from tangram.runtime.orchestrator import Decider, Orchestrator
+from tangram.sim.baselines import Baseline, PodsConfig
+
+CPU_POOL = "cpu@node0"
+
+
+def on_virtual_time(
+    test: Callable[[Client], Awaitable[None]], *quotas: Quota, cores: float = 2.0, decider: Decider | None = None
+) -> None:
+    """A client with a fake manager, on which sleeps take exactly as long as they say."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        manager = FakeManager(node="node0", cores=cores)
+        held = QuotaManager(quotas, lambda event: orchestrator.tell(event))
+        scheduler = decider or Scheduler(policy("adaptive"), (*manager.pools(), *held.pools()))
+        orchestrator = Orchestrator(scheduler, {"node0": manager}, {Hold: held}, clock=loop.clock)
+        async with Client(LocalTransport(orchestrator, held)) as client:
+            await test(client)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+
+
+def use_of(watch: PoolWatch, name: str = CPU_POOL) -> PoolUse:
+    return {each.name: each for each in watch.since_last()}[name]
+
+
+def test_no_client_tells_nothing() -> None:
+    assert PoolWatch(None).since_last() == ()
+
+
+def test_known_sleeps_give_their_counts_and_unit_seconds() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        async with client.sandbox(trajectory="t1") as box:
+            for _ in range(3):
+                await box.exec("sleep 2", cpus=1)
+                await asyncio.sleep(10.0)
+        told = use_of(watch)
+        assert told.actions == 5, "made, three sleeps, closed"
+        assert told.total == 2.0
+        assert told.act_mean_s == pytest.approx(6.0 / 5)
+        assert told.act_p99_s == pytest.approx(2.0, rel=0.15)
+        assert told.waiting_mean_s == 0.0
+        assert told.held_unit_s == pytest.approx(6.0)
+        assert told.reserved_unit_s == pytest.approx(36.0), "one core from making to closing"
+        assert told.waiting == 0
+
+    on_virtual_time(test)
+
+
+def test_waiting_shows_while_a_pool_is_short_and_afterwards() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+
+        async def play(name: str) -> None:
+            async with client.sandbox(trajectory=name) as box:
+                await box.exec("sleep 4", cpus=1)
+
+        playing = [asyncio.create_task(play(f"t{number}")) for number in range(3)]
+        await asyncio.sleep(1.0)
+        early = use_of(watch)
+        assert early.waiting == 2
+        await asyncio.gather(*playing)
+        late = use_of(watch)
+        assert late.waiting == 0
+        assert late.waiting_mean_s > 0.0
+        assert early.held_unit_s + late.held_unit_s == pytest.approx(12.0)
+
+    on_virtual_time(test, cores=1.0)
+
+
+def test_a_trajectory_reserves_the_most_that_it_ever_held_from_its_beginning() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        async with client.sandbox(trajectory="t1") as box:
+            await box.exec("sleep 1", cpus=1)
+            first = use_of(watch)
+            assert first.reserved_unit_s == pytest.approx(1.0)
+            await asyncio.sleep(5.0)
+            assert use_of(watch).reserved_unit_s == 0.0, "nobody knows yet that it goes on"
+            await asyncio.gather(*(box.exec("sleep 1", cpus=1) for _ in range(2)))
+        rest = use_of(watch)
+        assert first.reserved_unit_s + rest.reserved_unit_s == pytest.approx(2 * 7.0)
+        assert first.held_unit_s + rest.held_unit_s == pytest.approx(3.0)
+
+    on_virtual_time(test)
+
+
+def test_what_is_under_way_counts_up_to_now() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        async with client.sandbox() as box:
+            doing = asyncio.create_task(box.exec("sleep 10", cpus=2))
+            await asyncio.sleep(4.0)
+            early = use_of(watch)
+            assert early.actions == 1, "it was made"
+            assert early.held_unit_s == pytest.approx(8.0)
+            assert early.reserved_unit_s == pytest.approx(8.0)
+            await doing
+        late = use_of(watch)
+        assert late.held_unit_s == pytest.approx(12.0)
+        assert late.reserved_unit_s == pytest.approx(12.0)
+
+    on_virtual_time(test)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: int) -> None:
+    async def test(client: Client) -> None:
+        often, once = PoolWatch(client), PoolWatch(client)
+        random_ = random.Random(seed)
+
+        async def play(name: str) -> None:
+            await asyncio.sleep(random_.uniform(0.0, 5.0))
+            async with client.sandbox(trajectory=name, memory="64MiB") as box:
+                for _ in range(random_.randrange(1, 5)):
+                    await box.exec(f"sleep {random_.uniform(0.1, 2.0)}", cpus=random_.choice([1, (1, 4), None]))
+                    await asyncio.sleep(random_.uniform(0.0, 2.0))
+
+        told: list[PoolUse] = []
+        playing = asyncio.gather(*(play(f"t{number}") for number in range(12)))
+        while not playing.done():
+            await asyncio.sleep(random_.uniform(0.05, 1.5))
+            told.append(use_of(often))
+            assert _counted(often) == _in_ledger(client)
+        await playing
+        told.append(use_of(often))
+        whole = use_of(once)
+        assert sum(each.actions for each in told) == whole.actions
+        for name in ("held_unit_s", "reserved_unit_s"):
+            assert sum(getattr(each, name) for each in told) == pytest.approx(getattr(whole, name)), name
+        for mean in ("act_mean_s", "waiting_mean_s"):
+            weighed = sum(getattr(each, mean) * each.actions for each in told) / whole.actions
+            assert weighed == pytest.approx(getattr(whole, mean)), mean
+        assert all(each.held_unit_s <= each.reserved_unit_s for each in told)
+        assert whole.held_unit_s < whole.reserved_unit_s
+
+    on_virtual_time(test)
+
+
+def _counted(watch: PoolWatch) -> float:
+    """Cores that are held now, as the watch has it."""
+    assert isinstance(watch._source, PoolObserver)
+    return round(watch._source._uses[CPU_POOL].held, 6)
+
+
+def _in_ledger(client: Client) -> float:
+    transport = client._transport
+    assert isinstance(transport, LocalTransport)
+    scheduler = transport.orchestrator.decider
+    assert isinstance(scheduler, Scheduler)
+    return scheduler.ledger.pools[CPU_POOL].held / 1000.0
+
+
+def test_the_pools_of_a_quota_are_told_as_one_in_requests_at_once() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        for _ in range(2):
+            async with client.quota("search", trajectory="t1"):
+                await asyncio.sleep(3.0)
+            await asyncio.sleep(2.0)
+        told = use_of(watch, "search")
+        assert (told.total, told.actions) == (5.0, 2)
+        assert told.held_unit_s == pytest.approx(6.0)
+        assert told.reserved_unit_s == pytest.approx(8.0)
+        assert {each.name for each in watch.since_last()} == {CPU_POOL, "search", "slow"}
+
+    on_virtual_time(
+        test,
+        Quota(name="search", concurrent=5, requests=Rate(60, 60.0)),
+        Quota(name="slow", requests=Rate(1, 60.0)),
+    )
+
+
+def test_a_rate_alone_counts_requests_under_way() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        async with client.quota("slow"):
+            await asyncio.sleep(3.0)
+        waiting = asyncio.create_task(_use_quota(client, "slow"))
+        await asyncio.sleep(1.0)
+        told = use_of(watch, "slow")
+        assert (told.total, told.actions, told.waiting) == (1.0, 1, 1)
+        assert told.held_unit_s == pytest.approx(3.0)
+        await waiting
+        assert use_of(watch, "slow").waiting_mean_s > 10.0
+
+    on_virtual_time(test, Quota(name="slow", requests=Rate(1, 60.0)))
+
+
+async def _use_quota(client: Client, name: str) -> None:
+    async with client.quota(name):
+        await asyncio.sleep(1.0)
+
+
+def test_those_who_ride_in_one_batch_hold_its_devices_once() -> None:
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        transport = client._transport
+        assert isinstance(transport, LocalTransport)
+        observe = transport.orchestrator._observer
+        assert observe is not None
+        actions = [
+            Action(id=f"a{number}", demand=Demand({GPU: fixed(2)}), trajectory=f"t{number}") for number in range(3)
+        ]
+        share = (Share("gpu@node0", 2, 2, (0, 1)),)
+        start = transport.orchestrator.now()
+        for each in actions:
+            observe(start, Submit(action=each), [])
+        grants = [Start(action=each, grant=Grant(each.id, "node0", share, 2, 1, "a0")) for each in actions]
+        observe(start, Submit(action=Action(id="b", demand=Demand({GPU: fixed(2)}))), list(grants))
+        for seconds, each in zip((1.0, 2.0, 4.0), actions, strict=True):
+            outcome = Outcome(action=each.id, status=Status.SUCCEEDED, execution_s=seconds, attempts=1)
+            observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
+        told = use_of(watch, "gpu@node0")
+        assert told.actions == 3
+        assert told.held_unit_s == pytest.approx(8.0), "the last one out frees them"
+        assert told.reserved_unit_s == pytest.approx(14.0), "each trajectory would have had its own"
+
+    on_virtual_time(test)
+
+
+def test_other_observers_go_on_and_a_closed_watch_sees_nothing() -> None:
+    async def test(client: Client) -> None:
+        transport = client._transport
+        assert isinstance(transport, LocalTransport)
+        seen: list[float] = []
+        transport.orchestrator._observer = lambda now, event, effects: seen.append(now)
+        first, second = PoolWatch(client), PoolWatch(client)
+        async with client.sandbox():
+            pass
+        count = len(seen)
+        assert count
+        first.close()
+        async with client.sandbox():
+            pass
+        assert len(seen) == 2 * count
+        assert first.since_last() == ()
+        assert use_of(second).actions == 4
+        second.close()
+
+    on_virtual_time(test)
+
+
+def test_a_baseline_is_watched_as_well() -> None:
+    pools: tuple[Pool, ...] = cpu_node("node0", 2.0, 4.0)
+
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        async with client.sandbox(trajectory="t1") as box:
+            await box.exec("sleep 2", cpus=1)
+        told = use_of(watch)
+        assert (told.total, told.actions) == (2.0, 3)
+        assert told.held_unit_s <= told.reserved_unit_s
+
+    on_virtual_time(test, decider=Baseline(pools, (), PodsConfig(request=1.0, limit=1.0)))
+
+
+def test_what_is_forgotten_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tangram.rl.observe.pool_usage_local.TRAJECTORIES_MAX", 10)
+
+    async def test(client: Client) -> None:
+        watch = PoolWatch(client)
+        source = watch._source
+        assert isinstance(source, PoolObserver)
+        for number in range(50):
+            async with client.quota("search", trajectory=f"t{number}"):
+                await asyncio.sleep(0.1)
+        assert len(source._trajectories) == 10
+        await asyncio.sleep(7200.0)
+        assert use_of(watch, "search").actions == 50
+        assert (source._trajectories, source._idle, source._lives) == ({}, {}, {})
+
+    on_virtual_time(test, Quota(name="search", concurrent=5))
+
+
+@pytest.mark.parametrize("backend", ["process", "sandbox"])
+def test_real_programs_are_counted(tmp_path: Path, backend: str) -> None:
+    if backend == "sandbox" and (reason := why_not()):
+        assert os.environ.get("CI") != "true", reason
+        pytest.skip(reason)
+
+    async def main() -> None:
+        async with connect(backend=backend, state=tmp_path / "state", cores=1.0) as client:
+            watch = PoolWatch(client)
+
+            async def play(name: str) -> None:
+                async with client.sandbox(trajectory=name, memory="128MiB") as box:
+                    for _ in range(2):
+                        assert (await box.exec("sleep 0.1", cpus=1)).exit_code == 0
+
+            await client.gather(play("t1"), play("t2"), play("t3"))
+            (told,) = watch.since_last()
+            assert told.total == 1.0
+            assert told.actions == 12
+            assert told.held_unit_s >= 0.6
+            assert told.reserved_unit_s >= told.held_unit_s
+            assert told.waiting_mean_s > 0.0
+            assert told.act_mean_s > told.waiting_mean_s
+            (later,) = watch.since_last()
+            assert (later.actions, later.held_unit_s, later.reserved_unit_s) == (0, 0.0, 0.0)
+
+    asyncio.run(main())
+
+
+def test_a_service_elsewhere_tells_its_cpu(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with shared(tmp_path, backend="fake", cores=2.0) as client, asyncio.timeout(60.0):
+            async with client.sandbox(trajectory="before"):
+                pass
+            watch = PoolWatch(client)
+            told: list[PoolUse] = []
+            while not told:  # until it has looked for the first time
+                await asyncio.sleep(0.01)
+                told += watch.since_last()
+            assert [(each.actions, each.total) for each in told] == [(0, 2.0)], "what was before does not count"
+            for name in ("t1", "t2"):
+                async with client.sandbox(trajectory=name) as box:
+                    for _ in range(2):
+                        await box.exec("sleep 0.05", cpus=1)
+            while sum(each.actions for each in told) < 8:
+                await asyncio.sleep(0.01)
+                told += watch.since_last()
+            assert sum(each.actions for each in told) == 8
+            held, reserved = sum(each.held_unit_s for each in told), sum(each.reserved_unit_s for each in told)
+            assert 0.2 <= held <= reserved
+            watch.close()
+            assert watch.since_last() == ()
+
+    asyncio.run(main())
+
+
+def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, backend="fake") as up:
+            client = connect(up.address, reconnect_s=0.5)
+            async with client:
+                watch = PoolWatch(client)
+                address, told = client._transport.wire.url, 0  # type: ignore[attr-defined]
+                client._transport.wire.url = "http://127.0.0.1:9"  # type: ignore[attr-defined]
+                for _ in range(3):
+                    assert watch.since_last() == ()
+                    await asyncio.sleep(0.01)
+                client._transport.wire.url = address  # type: ignore[attr-defined]
+                async with asyncio.timeout(60.0):
+                    while not told:  # it has looked again, and sees what is done from then on
+                        await asyncio.sleep(0.01)
+                        told = len(watch.since_last())
+                    async with client.sandbox():
+                        pass
+                    while told < 3:
+                        await asyncio.sleep(0.01)
+                        told += sum(each.actions for each in watch.since_last())
+
+    asyncio.run(main())

@@ -1,0 +1,240 @@
+"""Timelines: all time is accounted for, exactly once, and each idle gap has its cause."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rl import recordings
+from tests.rl.recordings import simple, span
+
+from tangram.errors import InvalidTrace
+from tangram.rl.observe.timeline import (
+    BETWEEN,
+    END,
+    NOTHING,
+    SECOND,
+    START,
+    Activity,
+    Doing,
+    Timeline,
+    buffered,
+    divided,
+    lane,
+    timeline,
+)
+from tangram.rl.observe.timeline_page import headline, timeline_page, write_timeline
+from tangram.rl.rollout.records import Span, Stage
+
+RESETTING, STEPPING = Activity(Doing.WORKING, Stage.RESET), Activity(Doing.WORKING, Stage.STEP)
+WRITING, REWARDING = Activity(Doing.WORKING, Stage.GENERATE), Activity(Doing.WORKING, Stage.REWARD)
+IN_BUFFER = Activity(Doing.WORKING, Stage.BUFFER)
+
+many = st.lists(recordings.trajectories(bare=True), max_size=6)
+
+
+def idle(found: Timeline, stage: Stage = Stage.GENERATE) -> dict[Activity, float]:
+    return {cause: length / SECOND for cause, length in found.stages[stage].idle.items()}
+
+
+# ---- sums -------------------------------------------------------------------------------------------------------
+
+
+@given(found=many, more=st.floats(0.0, 30.0))
+def test_gaps_and_busy_time_are_all_the_time_of_every_stage(found, more: float) -> None:
+    whole = timeline(found, more)
+    for stage in whole.stages.values():
+        assert stage.busy + sum(gap.length for gap in stage.gaps) == stage.total == whole.total
+        assert sum(stage.idle.values()) == sum(gap.length for gap in stage.gaps)
+        assert all(sum(gap.causes.values()) == gap.length > 0 for gap in stage.gaps)
+        assert all(before.ended < after.began for before, after in pairwise(stage.gaps))
+        assert sum(until - since for since, until, _ in stage.mains) == sum(stage.idle.values())
+        lanes = [piece for each in whole.lanes for piece in each.pieces if piece.activity.stage is stage.stage]
+        assert stage.working + stage.waiting == sum(piece.length for piece in lanes)
+
+
+@given(found=many)
+def test_the_parts_of_a_task_are_the_time_of_its_trajectories(found) -> None:
+    whole = timeline(found)
+    assert sum(task.trajectories for task in whole.tasks) == len(found)
+    for task in whole.tasks:
+        own = [each for each in whole.lanes if each.trajectory.task == task.task]
+        assert task.total == sum(each.ended - each.began for each in own) == sum(task.parts.values())
+        assert not task.total or sum(task.shares().values()) == pytest.approx(1.0)
+
+
+@given(found=recordings.trajectories(bare=True))
+def test_the_pieces_of_a_trajectory_follow_each_other_without_a_gap(found) -> None:
+    pieces = lane(found).pieces
+    assert all(before.ended == after.began for before, after in pairwise(pieces))
+    assert all(piece.length > 0 for piece in pieces)
+    for piece in pieces:
+        middle = (piece.began + piece.ended) // 2
+        covering = [each for each in found.spans if each.began_s * SECOND <= middle < each.ended_s * SECOND - 1]
+        if covering:
+            assert piece.activity.stage in {each.stage for each in covering} or piece.length <= 2
+        assert covering or piece.activity == BETWEEN or piece.length <= 2
+
+
+@given(found=many, more=st.floats(0.0, 30.0))
+def test_causes_are_those_that_a_naive_count_finds(found, more: float) -> None:
+    """Each instant by itself, in fractions; whole nanoseconds differ by less than one per instant and cause."""
+    whole = timeline(found, more)
+    cuts = sorted({0, whole.total, *(cut for each in whole.lanes for p in each.pieces for cut in (p.began, p.ended))})
+    for stage in Stage:
+        expected: dict[Activity, Fraction] = {}
+        for since, until in pairwise(cuts if any(each.pieces for each in whole.lanes) else ()):
+            now = [p.activity for each in whole.lanes for p in each.pieces if p.began <= since < p.ended]
+            own = [each for each in now if each.stage is stage]
+            if any(each.doing is not Doing.WAITING for each in own):
+                continue
+            lanes = [each for each in whole.lanes if each.pieces]
+            first, last = min(each.began for each in lanes), max(each.ended for each in lanes)
+            nobody = START if since < first else END if since >= last else NOTHING
+            why = own or [each for each in now if each.stage is not Stage.BUFFER] or now or [nobody]
+            for each in why:
+                expected[each] = expected.get(each, Fraction(0)) + Fraction(until - since, len(why))
+        if not any(each.pieces for each in whole.lanes) and whole.total:
+            expected = {START: Fraction(whole.total)}
+        told = whole.stages[stage].idle
+        for cause in {*expected, *told}:
+            assert abs(expected.get(cause, 0) - told.get(cause, 0)) <= len(cuts), cause.words
+
+
+@given(
+    length=st.integers(1, 10**12),
+    counts=st.dictionaries(st.integers(0, 6), st.integers(1, 9), min_size=1),
+)
+def test_a_division_adds_up_and_is_fair(length: int, counts) -> None:
+    parts = divided(length, counts)
+    assert sum(parts.values()) == length
+    for each, count in counts.items():
+        assert abs(parts.get(each, 0) - length * count / sum(counts.values())) <= 1
+
+
+# ---- causes -----------------------------------------------------------------------------------------------------
+
+
+def test_engines_that_wait_for_an_environment() -> None:
+    found = timeline([simple("a", [span(Stage.RESET, 1, 3), span(Stage.GENERATE, 3, 4), span(Stage.STEP, 4, 9)])])
+    assert idle(found) == {STEPPING: 5.0, RESETTING: 2.0, START: 1.0}
+    assert [gap.length / SECOND for gap in found.stages[Stage.GENERATE].gaps] == [3.0, 5.0]
+    assert found.stages[Stage.GENERATE].busy_share == pytest.approx(1 / 9)
+    assert idle(found, Stage.STEP) == {RESETTING: 2.0, WRITING: 1.0, START: 1.0}
+
+
+def test_a_gap_is_divided_among_those_that_explain_it() -> None:
+    a = simple("a", [span(Stage.STEP, 0, 4)])
+    b = simple("b", [span(Stage.REWARD, 0, 4)])
+    c = simple("c", [span(Stage.STEP, 2, 4)])
+    assert idle(timeline([a, b, c])) == {
+        STEPPING: pytest.approx(2 * 1 / 2 + 2 * 2 / 3),
+        REWARDING: pytest.approx(1 + 2 / 3),
+    }
+
+
+def test_what_is_short_is_called_by_its_name() -> None:
+    waiting = simple("a", [span(Stage.STEP, 0, 4, 3.0, "cpu@node-0")])
+    assert idle(timeline([waiting])) == {Activity(Doing.WAITING, Stage.STEP, "cpu@node-0"): 3.0, STEPPING: 1.0}
+    assert Activity(Doing.WAITING, Stage.STEP, "cpu@node-0").words == "waiting for cpu@node-0"
+    nameless = timeline([simple("a", [span(Stage.GENERATE, 0, 2, 2.0)])])
+    assert [cause.words for cause in nameless.stages[Stage.GENERATE].idle] == ["waiting for an engine"]
+
+
+def test_whoever_waits_at_the_door_explains_the_gap_alone() -> None:
+    a = simple("a", [span(Stage.GENERATE, 0, 4, 4.0, "weights")])
+    b = simple("b", [span(Stage.STEP, 0, 4)])
+    assert idle(timeline([a, b])) == {Activity(Doing.WAITING, Stage.GENERATE, "weights"): 4.0}
+
+
+def test_the_buffer_explains_only_what_nobody_else_does() -> None:
+    done = simple("a", [span(Stage.GENERATE, 0, 1), span(Stage.BUFFER, 1, 8)])
+    slow = simple("b", [span(Stage.STEP, 0, 5)])
+    assert idle(timeline([done, slow])) == {STEPPING: 4.0, IN_BUFFER: 3.0}
+
+
+def test_a_pause_between_trajectories_is_one_without_anything_to_play() -> None:
+    a = simple("a", [span(Stage.GENERATE, 0, 1)])
+    b = simple("b", [span(Stage.GENERATE, 3, 4)])
+    found = timeline([a, b], ended_s=10.0)
+    assert idle(found) == {END: 6.0, NOTHING: 2.0}
+    assert found.stages[Stage.GENERATE].counts == ((0, 1, 0), (SECOND, 0, 0), (3 * SECOND, 1, 0), (4 * SECOND, 0, 0))
+
+
+def test_the_loop_itself_and_tries_in_vain_are_told_apart() -> None:
+    failed = Span(stage=Stage.STEP, began_s=1.0, ended_s=2.0, failed="lost")
+    found = timeline([simple("a", [span(Stage.GENERATE, 0, 0.5), failed, span(Stage.STEP, 2, 3)])])
+    assert idle(found) == {Activity(Doing.FAILED, Stage.STEP): 1.0, STEPPING: 1.0, BETWEEN: 0.5}
+    assert found.stages[Stage.STEP].busy == 2 * SECOND
+
+
+def test_of_spans_that_overlap_the_last_to_begin_counts() -> None:
+    found = timeline([simple("a", [span(Stage.GENERATE, 0, 4), span(Stage.STEP, 1, 2)], ended_s=4.0)])
+    assert found.tasks[0].parts == {WRITING: 3 * SECOND, STEPPING: SECOND}
+
+
+def test_who_explains_a_gap_is_named_the_longest_first() -> None:
+    members = [simple(f"m{n}", [span(Stage.STEP, 0, n + 1)]) for n in range(5)]
+    found = timeline([*members, simple("last", [span(Stage.GENERATE, 5, 6)])])
+    (gap,) = found.stages[Stage.GENERATE].gaps
+    assert [(name, activity) for name, activity, _ in found.explainers(gap)] == [
+        ("m4", STEPPING),
+        ("m3", STEPPING),
+        ("m2", STEPPING),
+    ]
+
+
+def test_the_wait_for_a_group_is_added_unless_it_is_known() -> None:
+    plain = simple("a", [span(Stage.STEP, 0, 1)])
+    assert buffered(plain, 3.0).spans[-1] == span(Stage.BUFFER, 1, 3)
+    assert buffered(plain, 1.0) == plain
+    known = simple("a", [span(Stage.BUFFER, 0, 1)])
+    assert buffered(known, 3.0) == known
+
+
+def test_nothing_takes_no_time() -> None:
+    found = timeline([])
+    assert found.total == 0 and found.tasks == () and idle(found) == {}
+    assert idle(timeline([], ended_s=2.0)) == {START: 2.0}
+    assert "no time" in headline(found.stages[Stage.GENERATE])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        span(Stage.STEP, 2, 1),
+        span(Stage.STEP, -1, 1),
+        span(Stage.STEP, 0, float("nan")),
+        span(Stage.STEP, 0, 1, float("inf")),
+        span(Stage.STEP, 0, 1e300),
+    ],
+)
+def test_times_that_cannot_be_are_refused(wrong: Span) -> None:
+    with pytest.raises(InvalidTrace, match=r"seconds from 0|at least began_s"):
+        timeline([simple("a", [wrong], began_s=0.0, ended_s=1.0)])
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+
+@given(found=many)
+def test_whatever_a_rollout_says_is_text_in_the_page(found) -> None:
+    page = timeline_page(timeline(found), "run.jsonl", "tangram rl timeline run.jsonl")
+    assert page == timeline_page(timeline(found), "run.jsonl", "tangram rl timeline run.jsonl")
+    assert page.count("<script") == page.count("</script>") == 3
+    for bad in ("<img", "window.owned = 1</", "\x1b", "\x9b", "\x00", "\u202e"):
+        assert bad not in page
+    page.encode()
+
+
+def test_the_page_loads_nothing_and_appears_whole(tmp_path: Path) -> None:
+    found = timeline([recordings.played("chain", "random", 3)])
+    write_timeline(tmp_path / "t.html", found, "run.jsonl", "again")
+    page = (tmp_path / "t.html").read_text()
+    assert "http://" not in page and "https://" not in page and "src=" not in page
+    assert "No engine was writing for" in page and "chain/0/0.0" in page
+    assert [each.name for each in tmp_path.iterdir()] == ["t.html"]

@@ -1,0 +1,112 @@
+"""The timeline page in a browser: it draws, zooms, tells what one points at, and obeys no text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rl.recordings import HOSTILE, simple, span
+
+from tangram.rl.observe.timeline import timeline
+from tangram.rl.observe.timeline_page import write_timeline
+from tangram.rl.rollout.records import Stage
+
+CHROMIUM = os.environ.get("TANGRAM_CHROMIUM", "/usr/bin/chromium")
+ARGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    missing = "" if Path(CHROMIUM).exists() else f"there is no Chromium at {CHROMIUM}; apt-get install chromium"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing = "playwright is not installed"
+    if missing:
+        assert os.environ.get("CI") != "true", missing
+        pytest.skip(missing)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield browser
+        browser.close()
+
+
+class Seen:
+    """A page with two hundred trajectories with hostile names, and all that went wrong in it."""
+
+    def __init__(self, browser: Any, path: Path, scheme: str) -> None:
+        self.context = browser.new_context(color_scheme=scheme, viewport={"width": 1100, "height": 900})
+        self.page = self.context.new_page()
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda message: self.wrong.append(message.text))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+
+    @property
+    def range(self) -> str:
+        return self.page.locator("#seen").text_content()
+
+    def point(self, x: int, y: int) -> str:
+        box = self.page.locator("#lanes canvas").bounding_box()
+        self.page.mouse.move(box["x"] + x, box["y"] + y)
+        return self.page.locator("#tip").text_content()
+
+    def row(self, y: int) -> list[tuple[int, ...]]:
+        """The colours of a row of pixels, in one look: a browser warns of more."""
+        script = """(y) => {
+          const canvas = document.querySelector("#lanes canvas");
+          return [...canvas.getContext("2d").getImageData(0, y, canvas.width, 1).data];
+        }"""
+        found = self.page.evaluate(script, y)
+        return [tuple(found[at : at + 4]) for at in range(0, len(found), 4)]
+
+
+@pytest.fixture(params=["light", "dark"])
+def seen(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Seen]:
+    name = HOSTILE[3]
+    found = [
+        simple(f"{name}{n}", [span(Stage.STEP, 0, 6, 2.0, HOSTILE[4]), span(Stage.GENERATE, 6, 8)], task=HOSTILE[n % 5])
+        for n in range(200)
+    ]
+    path = tmp_path / "t.html"
+    write_timeline(path, timeline(found, 10.0), HOSTILE[3], HOSTILE[4])
+    one = Seen(browser, path, request.param)
+    yield one
+    one.context.close()
+
+
+def test_it_draws_zooms_and_tells_and_obeys_no_text(seen: Seen) -> None:
+    assert seen.range == "0.00 s to 10.00 s of 10.00 s"
+    # The plot begins at x = 200 and ends at the right edge; lanes begin below the five stages.
+    wide = int(seen.page.locator("#lanes canvas").bounding_box()["width"])
+    at = lambda seconds: 200 + int((wide - 200) * seconds / 10)  # noqa: E731
+    assert "waiting for <img src=x" in seen.point(at(1), 140)
+    assert "environment: step, 4.000 s" in seen.point(at(4), 140) and "</script>" in seen.point(at(4), 140)
+    assert "generate: idle for 6.000 s" in seen.point(at(3), 43)
+    assert "generate: busy" in seen.point(at(7), 43)
+    row = seen.row(140)
+    assert len({row[at(1)], row[at(4)], row[at(7)], row[at(9)]}) == 4
+    seen.page.click("#lanes button[data-zoom='2']")
+    assert seen.range == "2.50 s to 7.50 s of 10.00 s"
+    seen.page.locator("#lanes").press("ArrowRight")
+    assert seen.range == "3.50 s to 8.50 s of 10.00 s"
+    seen.page.click("#lanes button[data-zoom='0']")
+    seen.point(at(5), 300)
+    seen.page.keyboard.down("Shift")
+    seen.page.mouse.wheel(0, -100)
+    seen.page.keyboard.up("Shift")
+    seen.page.wait_for_function("document.getElementById('seen').textContent !== '0.00 s to 10.00 s of 10.00 s'")
+    first = seen.point(100, 140)
+    seen.page.evaluate("document.getElementById('scroller').scrollTop = 500")
+    seen.page.wait_for_function("document.getElementById('scroller').scrollTop === 500")
+    assert seen.point(101, 140) != first
+    assert seen.page.evaluate("window.owned") is None
+    assert seen.wrong == [] and [url for url in seen.asked if not url.startswith("file:")] == []

@@ -1,0 +1,134 @@
+"""A checkpoint that is held stays whole, whatever its run does with it; nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tangram.errors import InvalidConfig, ManagerError
+from tangram.files.atomic_directory import remove_whole
+from tangram.rl.buffer.sample_buffer import BufferState
+from tangram.rl.runs import pinned_checkpoint
+from tangram.rl.runs.checkpoints import DamagedCheckpoint, RunState, folder_name, read_checkpoint, seal, write_state
+from tangram.rl.runs.pinned_checkpoint import VANISHED_MAX, held, held_newest
+from tangram.rl.train.weights_folder import LOCK, PREFIX
+
+
+def saved(checkpoints: Path, step: int) -> Path:
+    path = checkpoints / folder_name(step)
+    (path / "reference").mkdir(parents=True)
+    (path / "model.safetensors").write_text(f"weights of {step}")
+    (path / "reference" / "model.safetensors").write_text("weights of before")
+    buffer = BufferState(
+        version=step, waiting=(), in_flight=(), trained=(), dropped=(), dropped_by_cause={}, trajectories_discarded=0,
+        tokens_discarded=0, bytes_mean=0.0, puts=0,
+    )  # fmt: skip
+    write_state(path, RunState(version=step, step=step, ticket_next=0, buffer=buffer, at_s=1.0))
+    seal(path)
+    return path
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (10, 20):
+        saved(folder, step)
+    return folder
+
+
+def no_warning(words: str) -> None:
+    raise AssertionError(words)
+
+
+def deleted_first(checkpoints: Path, then: Callable[[], None]) -> Callable[[Path, Path], None]:
+    """In place of the linking: whatever is to be held is deleted before, and then something else happens."""
+
+    def link(file: Path, to: Path) -> None:
+        remove_whole(checkpoints / file.relative_to(checkpoints).parts[0])
+        then()
+        raise FileNotFoundError(file)
+
+    return link
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_it_stays_whole_when_its_run_deletes_it(
+    checkpoints: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+
+        def another_disk(self: Path, target: Path) -> None:
+            raise OSError(18, "Invalid cross-device link")
+
+        monkeypatch.setattr(Path, "hardlink_to", another_disk)
+    with held_newest(checkpoints, no_warning) as found:
+        assert found.path == checkpoints / folder_name(20)
+        remove_whole(found.path)
+        assert read_checkpoint(found.folder).step == 20
+        assert (found.folder / "model.safetensors").read_text() == "weights of 20"
+        assert (found.folder / "reference" / "model.safetensors").is_file()
+    assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]
+
+
+def test_if_it_is_gone_before_it_is_held_the_newest_is_taken_then(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = pinned_checkpoint._link
+
+    def saved_meanwhile() -> None:
+        saved(checkpoints, 30)
+        monkeypatch.setattr(pinned_checkpoint, "_link", link)
+
+    monkeypatch.setattr(pinned_checkpoint, "_link", deleted_first(checkpoints, saved_meanwhile))
+    with held_newest(checkpoints, no_warning) as found:
+        assert found.path.name == folder_name(30)
+
+
+def test_there_is_an_end_to_checkpoints_that_vanish(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(30, 1000))
+    monkeypatch.setattr(
+        pinned_checkpoint, "_link", deleted_first(checkpoints, lambda: void(saved(checkpoints, next(steps))))
+    )
+    with (
+        pytest.raises(ManagerError, match=f"{VANISHED_MAX} checkpoints in a row were deleted"),
+        held_newest(checkpoints, no_warning),
+    ):
+        pass
+    assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]
+
+
+def void(_: object) -> None:
+    pass
+
+
+def test_one_that_is_named_and_gone_is_said_to_be(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_checkpoint, "_link", deleted_first(checkpoints, lambda: None))
+    with (
+        pytest.raises(InvalidConfig, match="checkpoint: expected one that is there: its run has just deleted it"),
+        held(checkpoints / folder_name(10)),
+    ):
+        pass
+
+
+def test_what_is_damaged_is_said_of_the_checkpoint_and_passed_over(checkpoints: Path) -> None:
+    (checkpoints / folder_name(20) / "model.safetensors").write_text("weights of 21")
+    warnings: list[str] = []
+    with held_newest(checkpoints, warnings.append) as found:
+        assert found.path.name == folder_name(10)
+    assert len(warnings) == 1 and f"checkpoint {checkpoints / folder_name(20)} is damaged" in warnings[0]
+    with pytest.raises(DamagedCheckpoint, match="00000020 is damaged"), held(checkpoints / folder_name(20)):
+        pass
+    (checkpoints / folder_name(10) / "state.msgpack").unlink()
+    with pytest.raises(ManagerError, match="no checkpoint in it is whole"), held_newest(checkpoints, warnings.append):
+        pass
+
+
+def test_what_somebody_left_who_was_killed_goes_with_the_next(checkpoints: Path) -> None:
+    left = checkpoints.parent / f"{PREFIX}killed"
+    (left / folder_name(20)).mkdir(parents=True)
+    (left / LOCK).touch()
+    with held_newest(checkpoints, no_warning):
+        assert not left.exists()
+    assert [each.name for each in checkpoints.parent.iterdir()] == ["checkpoints"]
