@@ -47,6 +47,7 @@ from tangram.rl.runs.metrics_log import read_metrics
 from tangram.rl.runs.run_folder import open_run, read_modules, read_settings
 from tangram.rl.runs.sample_log import Lost, Put, needed
 from tangram.rl.runs.trajectory_log import EngineEvent, GroupClosing, Statistics, read
+from tangram.runtime.trace_recorder import opened
 from tangram.runtime.wire import AnyWork, Submission
 from tangram.server.actions.images import OwnedImages
 from tangram.server.http.auth import Record as RunRecord
@@ -54,7 +55,6 @@ from tangram.server.http.auth import Runs
 from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import decode_action, decode_settled, decode_work
 from tangram.server.journal.journal import Journal, Phase, Recovered
-from tangram.sim.recordings import opened
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = (

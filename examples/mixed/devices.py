@@ -11,7 +11,7 @@ import msgspec
 from acts import RUNS, Act
 
 from tangram.core.messages import Evicted, Finished, Grant, Resident, Settle, Start, Submit
-from tangram.sim.recordings import opened
+from tangram.runtime.trace_recorder import opened
 
 GPU_POOL = "gpu@"
 

@@ -52,6 +52,7 @@ from tangram.rl.train import trainer_messages
 from tangram.rl.train.records import AnyLine, Began, Evaluated, Noticed, Over, Trained, Warmed
 from tangram.runtime.error_records import fault_of
 from tangram.runtime.orchestrator import Settled
+from tangram.runtime.trace_recorder import recording
 from tangram.runtime.wire import AnyWork, Caps, Problem, Submission
 from tangram.server.actions.images import NOTE
 from tangram.server.http.auth import Record as RunRecord
@@ -61,7 +62,6 @@ from tangram.server.http.routes import ROUTES
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
 from tangram.server.observe.metrics import FAMILIES
-from tangram.sim.recordings import recording
 
 STATE = "/STATE"
 BEGAN_AT = 1_790_000_000.0

@@ -29,10 +29,11 @@ from tangram.core.speedup import PowerLaw
 from tangram.core.trace import Header, Recorder
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.managers.quotas.manager import Quota, Rate
+from tangram.runtime.trace_recorder import recording
 from tangram.sim import traces
 from tangram.sim.compare import Setup, Source, compare
 from tangram.sim.episode import Counting, Episode, ServiceModel, Step, Turn, Workload, api_model
-from tangram.sim.recordings import load_recording, recorded_size, recording
+from tangram.sim.recordings import load_recording, recorded_size
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size, default_size
 from tangram.sim.trace_summary import replay, survey

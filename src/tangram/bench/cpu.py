@@ -18,7 +18,7 @@ from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_most
 from tangram.client.client import Client, connect
 from tangram.core.demand import CPU
 from tangram.core.messages import Finished, Resize, Start, StartFailed
-from tangram.sim.recordings import opened
+from tangram.runtime.trace_recorder import opened
 
 BUSY = "i=0; while [ $i -lt {cpus} ]; do (while :; do :; done) & i=$((i + 1)); done; wait"
 """As many busy loops as it has cores, until the time limit."""

@@ -110,7 +110,7 @@ def story(
     """Tell all that happened to one action, in order."""
     from tangram.core.messages import Submit
     from tangram.core.trace import describe, mentions
-    from tangram.sim.recordings import opened
+    from tangram.runtime.trace_recorder import opened
 
     found: list[Any] = []
     ids: list[str] = []

@@ -455,7 +455,7 @@ def connect(
     observer = None
     if record:
         from tangram.files.atomic_file import check_writable
-        from tangram.sim.recordings import recording  # brings numpy along
+        from tangram.runtime.trace_recorder import recording
 
         file = path_of("record", record, InvalidConfig)
         check_writable("record", Path(file))

@@ -23,8 +23,8 @@ from tangram.files.atomic_file import partial_of
 from tangram.processes.process_pool import Progress, Workers
 from tangram.reports.formatting import out_of
 from tangram.reports.statistics import Interval, ratio_of
+from tangram.runtime.trace_recorder import recording
 from tangram.sim import faults, traces
-from tangram.sim import recordings as record
 from tangram.sim.baselines import pods_config
 from tangram.sim.episode import Workload
 from tangram.sim.on_demand import NAME as ON_DEMAND
@@ -146,7 +146,7 @@ def play(task: Task, progress: Progress) -> Played:
     if name.startswith("pods") and not pods_can_run(workload):
         raise InvalidConfig("policy", name, f"no pods: {workload.name} has CPU actions without a sandbox")
     until_s = span(workload)
-    with record.recording(task.record, policy=name, pools=pools, limits=limits, note=_note(task)) as observer:
+    with recording(task.record, policy=name, pools=pools, limits=limits, note=_note(task)) as observer:
         result = simulate(
             workload,
             name,

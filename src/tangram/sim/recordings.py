@@ -1,6 +1,6 @@
-"""Record: a simulation written in the trace format of `core.trace`, and a recorded trace read back as a workload.
+"""Recordings: a recorded trace read back as a workload.
 
-Owns both directions. What a recording is taken to say when it becomes a workload again:
+runtime/trace_recorder.py writes and reads the files. What a recording means as a workload:
 
     trajectory  what the actions of one run say; of those that say nothing their sandbox, else the action alone
     thinking    the time from the end of a trajectory's turn to the next submission; what is submitted at one time, or
@@ -25,17 +25,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU, GPU, MEMORY, Demand
-from tangram.core.limits import Limits
 from tangram.core.messages import (
-    Concluded,
-    Effect,
-    Event,
     Pool,
     PoolChanged,
     Reserve,
@@ -49,9 +44,9 @@ from tangram.core.messages import (
 )
 from tangram.core.profile import Knowledge
 from tangram.core.speedup import RIGID, PowerLaw, Speedup
-from tangram.core.trace import EVENTS, Header, Line, Recorder, read
+from tangram.core.trace import Line
 from tangram.errors import InvalidConfig, InvalidTrace
-from tangram.files.atomic_file import whole_file
+from tangram.runtime.trace_recorder import opened
 from tangram.sim.episode import (
     BATCH_GROWTH,
     ApiLimit,
@@ -66,108 +61,14 @@ from tangram.sim.episode import (
 from tangram.sim.result import COMPLETED
 from tangram.sim.size import Size
 
-Observer = Callable[[float, Event, list[Effect]], None]
-
 WEIGHTS_GIB = 72.0
 """Of a device of 80 GiB, by the weights of a service at its smallest degree; the rest is for activations."""
-SECONDS_MAX = 1e10
-"""Of any time in a trace, Unix time included: far beyond, seconds and their fractions no longer fit one number."""
-SECONDS_MIN_ROUNDED = -1e-6
-"""A difference of two times may come out below zero by rounding."""
 CAPS = ("running/", "instances/")
 """What pools begin with that count what a run has running, or its calls of functions.
 A quota of that name counts in windows of time."""
 BUSY_MIN = 0.001
 SECONDS_MIN = 1e-4
 """An action that the trace shows with no time at all still took some."""
-
-
-# ---- writing --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def recording(
-    path: str | Path, *, policy: str, pools: tuple[Pool, ...], limits: Limits, note: str = ""
-) -> Iterator[Observer | None]:
-    """An observer for `simulate` that writes all it sees to the file. No path: None, and nothing is written.
-
-    The file appears under its name only when it is whole.
-    """
-    if not path:
-        yield None
-        return
-    recorder = Recorder()
-    with whole_file("record", path) as file:
-        file.write(recorder.header(Header(policy=policy, pools=pools, limits=limits, note=note)))
-        yield lambda now, event, effects: (file.write(recorder.lines(now, event, effects)), None)[1]
-
-
-# ---- reading --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def opened(path: str | Path) -> Iterator[tuple[Header, Iterator[Line]]]:
-    """The header and the lines of a recorded trace, each checked when it is read."""
-    try:
-        with Path(path).open("rb") as file:
-            check = _Check(str(path))
-            header, lines = read(check.counted(file), str(path))
-            check.pools(header.pools)
-            yield header, check.lines(lines)
-    except OSError as error:
-        raise InvalidConfig("trace", str(path), f"a file that can be read ({error.strerror})") from error
-
-
-class _Check:
-    """What must hold from line to line: numbers without a gap, effects after their event, time that never goes back."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._line = 0
-        self._event = 0
-        """The seq of the last event."""
-
-    def counted(self, texts: Iterable[bytes]) -> Iterator[bytes]:
-        for self._line, text in enumerate(texts, start=1):
-            yield text
-
-    def pools(self, pools: tuple[Pool, ...]) -> None:
-        names = [pool.name for pool in pools]
-        for name in names:
-            if names.count(name) > 1:
-                raise self._wrong("pools", name, "every pool once")
-
-    def lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        since = 0.0
-        for number, line in enumerate(lines, start=1):
-            if not since <= line.t <= SECONDS_MAX:
-                raise self._wrong(
-                    "t", line.t, f"seconds from {since:g}, the time of the line before, to {SECONDS_MAX:g}"
-                )
-            since = line.t
-            if line.seq != number:
-                raise self._wrong("seq", line.seq, f"{number}: the lines are numbered 1, 2, 3 ... without a gap")
-            self._cause(line)
-            if isinstance(line.message, Settle | Concluded):
-                self._times(line.message.outcome)
-            yield line
-
-    def _cause(self, line: Line) -> None:
-        if isinstance(line.message, EVENTS):
-            self._event = line.seq
-        if line.cause != self._event or not self._event:
-            told = f"{self._event}, the seq of the event that it answers" if self._event else "an event before effects"
-            raise self._wrong("cause", line.cause, told)
-
-    def _times(self, outcome: Outcome) -> None:
-        for record in (outcome, outcome.usage):
-            for field in record.__struct_fields__:
-                value = getattr(record, field)
-                if field.endswith("_s") and not SECONDS_MIN_ROUNDED <= value <= SECONDS_MAX:
-                    raise self._wrong(f"outcome {field}", value, f"seconds from 0 to {SECONDS_MAX:g}")
-
-    def _wrong(self, field: str, value: object, expected: str) -> InvalidTrace:
-        return InvalidTrace(f"{self._name}:{self._line} {field}", value, expected)
 
 
 def is_recording(path: str | Path) -> bool:

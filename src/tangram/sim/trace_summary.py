@@ -15,7 +15,7 @@ from tangram.core.policies import POLICIES, policy
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS, Line, describe
 from tangram.errors import InvalidConfig
-from tangram.sim.recordings import opened
+from tangram.runtime.trace_recorder import opened
 
 # ---- where the time went --------------------------------------------------------------------------------------
 

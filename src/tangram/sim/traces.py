@@ -24,8 +24,9 @@ import msgspec
 from tangram.core.demand import CPU, GPU, Demand, cores, learned, one_of
 from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig, InvalidTrace
+from tangram.runtime.trace_recorder import SECONDS_MAX
 from tangram.sim.episode import ApiLimit, ApiModel, Episode, ServiceModel, Step, Turn, Workload
-from tangram.sim.recordings import SECONDS_MAX, is_recording, load_recording
+from tangram.sim.recordings import is_recording, load_recording
 from tangram.sim.workloads import elastic, options
 from tangram.sim.workloads.coding import LIMIT_CORES, REWARD_BUSY, REWARD_CORES_MIN
 from tangram.sim.workloads.fit import SECONDS_MIN, stream

@@ -47,7 +47,7 @@ from tangram.rl.runs.trajectory_log import TrajectoryLog, read
 from tangram.rl.train.behaviour_cloning import imitated
 from tangram.rl.train.pipeline import train
 from tangram.rl.train.records import Over
-from tangram.sim.recordings import opened
+from tangram.runtime.trace_recorder import opened
 
 torch = pytest.importorskip("torch") if os.environ.get("CI") != "true" else __import__("torch")
 

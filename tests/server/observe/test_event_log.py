@@ -9,9 +9,9 @@ import pytest
 
 from tangram.core.messages import Tick
 from tangram.core.trace import Header
+from tangram.runtime.trace_recorder import opened
 from tangram.server.observe import event_log
 from tangram.server.observe.event_log import FLUSH_S, EventLog
-from tangram.sim.recordings import opened
 
 
 def many(log: EventLog, count: int, now: float = 0.0) -> None:

@@ -32,8 +32,9 @@ from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_file import whole_file
 from tangram.managers.sandboxes.bwrap.manager import PROGRAMS
 from tangram.reports.statistics import mean_of
+from tangram.runtime.trace_recorder import opened
 from tangram.sim.baselines import PodsConfig
-from tangram.sim.recordings import load_recording, opened
+from tangram.sim.recordings import load_recording
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
 

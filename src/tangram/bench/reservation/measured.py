@@ -24,7 +24,7 @@ import numpy as np
 from tangram.core.action import Action, Outcome
 from tangram.core.demand import CORE, CPU
 from tangram.core.messages import Finished, Message, Release, Reserve, Resize, Settle, Start, Submit
-from tangram.sim.recordings import opened
+from tangram.runtime.trace_recorder import opened
 from tangram.sim.result import COMPLETED, ActionRow, Result
 
 USED, HELD, THINKING, WAITING = range(4)

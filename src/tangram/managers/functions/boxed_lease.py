@@ -38,7 +38,7 @@ from tangram.processes.streams import COMMANDS, STATUSES, Output
 SESSION = "function"
 """The held shell whose place the program takes."""
 HOLDING_BACKENDS = ("sandbox", "process")
-"""Whose held shells read commands and tell statuses as `managers.streams` says. Elsewhere each call is a program."""
+"""Whose held shells read commands and tell statuses as `processes.streams` says. Elsewhere each call is a program."""
 INLINE_BYTES_MAX = 64 * KIB
 """Of arguments that go with the command, of which the kernel takes 128 KiB as one word; longer ones go by a file."""
 NOT_FOUND, SIGNALLED = 127, 128
