@@ -1,6 +1,6 @@
 """Devices in the simulator: which services are loaded where, when a load is done, who is evicted for it.
 
-Owns the time that loads take. Who has to go is decided by the table of the live manager, `managers.models.placement`: the
+Owns the time that loads take. The table of the live manager, `managers.models.placement`, decides which have to go: the
 least recently used go first, and weights are never written back.
 """
 

@@ -5,7 +5,7 @@ Decides nothing: it does what comes in as a command. Promises nothing to whoever
 belongs to a tenant, and so does everything that it says.
 
     hold COMMANDS STATUSES   takes the place of a held shell: reads commands, each ended by NUL, from one descriptor and
-                             writes a status line to the other when one is done, as `processes.streams` describes. So the
+                             writes a status line to the other when one is done, as processes.streams describes. So the
                              manager moves it into the place of each action, and what it does there is the action's
     once TOKEN               one call, with the arguments on its standard input
 
