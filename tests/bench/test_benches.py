@@ -13,7 +13,7 @@ from tangram.bench import BENCHES, BenchResult, Goal, coding, elastic, scheduler
 from tangram.bench.base import PRINTED, at_least, at_most
 from tangram.core.messages import cpu_node
 from tangram.sim.simulate import simulate
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 CODING = coding.Sizes(batch=36, cores=(16, 64), trace_cores=(16,), learning_cores=16, seeds=2)
 ELASTIC = elastic.Sizes(

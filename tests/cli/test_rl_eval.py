@@ -30,7 +30,7 @@ from tangram.rl.environments.registry import resolve, words_of
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.runs.checkpoints import RunState, folder_name, seal, write_state
 from tangram.rl.runs.run_folder import CHECKPOINTS, open_run
-from tangram.rl.train.evaluation import SEED_FIRST, evaluate, held_out
+from tangram.rl.train.evaluator import SEED_FIRST, evaluate, held_out
 
 Cli = Callable[..., Any]
 

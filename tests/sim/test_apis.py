@@ -23,7 +23,7 @@ from tangram.sim.episode import ApiModel, Counting, Episode, Step, Turn, Workloa
 from tangram.sim.faults import Fault, draw
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 POLICIES = ("adaptive", "paper", "fcfs")
 WAYS = [(counting, counting) for counting in Counting] + [(Counting.FIXED, Counting.BUCKET)]

@@ -32,7 +32,7 @@ from tangram.sim.faults import Fault, draw
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 LEARNED = Demand({CPU: learned()})
 

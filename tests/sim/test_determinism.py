@@ -14,7 +14,7 @@ from tangram.core.trace import Header, Recorder
 from tangram.sim.faults import draw
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 CASES = [
     ("mixed", "adaptive"),

@@ -34,7 +34,7 @@ from tangram.sim.engine import Engine
 from tangram.sim.episode import Episode, Step, Turn, Workload
 from tangram.sim.faults import KINDS, Fault, draw, inject
 from tangram.sim.size import Size
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 POLICIES = ("fcfs", "fixed:2", "paper", "adaptive", "adaptive:no-resize")
 WORKLOADS = ("mixed", "coding", "search")

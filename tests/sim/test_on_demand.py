@@ -35,7 +35,7 @@ from tangram.sim.episode import Episode, ServiceModel, Step, Turn, Workload
 from tangram.sim.faults import Fault, draw
 from tangram.sim.on_demand import OnDemand, OnDemandConfig
 from tangram.sim.simulate import simulate
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 CONFIG = OnDemandConfig(devices_per_instance=4, storage_gib_s=10.0, host_gib_s=100.0)
 """A model of 100 GiB takes 10 s from storage and 1 s from host memory."""

@@ -37,7 +37,7 @@ from tangram.sim.recordings import load_recording, recorded_size
 from tangram.sim.simulate import simulate
 from tangram.sim.size import Size, default_size
 from tangram.sim.trace_summary import replay, survey
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 
 def recorded(path: Path, workload: str, policy: str, batch: int, **changes):

@@ -19,8 +19,7 @@ from tangram.core.speedup import PowerLaw
 from tangram.errors import InvalidConfig
 from tangram.managers.quotas.manager import Quota, Rate
 from tangram.sim.episode import Step, Workload
-from tangram.sim.workload import WORKLOADS, build
-from tangram.sim.workloads import coding, elastic, search, teachers
+from tangram.sim.workloads import WORKLOADS, build, coding, elastic, search, teachers
 from tangram.sim.workloads.fit import Mixture, Part, lognormal_by_mean, stream
 
 SEEDS = range(4)
@@ -50,7 +49,7 @@ def test_same_name_and_seed_bring_the_same_episodes_and_another_seed_others(name
 
 def test_episodes_do_not_depend_on_the_hash_seed_of_the_process():
     program = (
-        "import hashlib, msgspec; from tangram.sim.workload import WORKLOADS, build\n"
+        "import hashlib, msgspec; from tangram.sim.workloads import WORKLOADS, build\n"
         "built = b''.join(msgspec.json.encode(build(name, batch=24, seed=5)) for name in WORKLOADS)\n"
         "print(hashlib.sha256(built).hexdigest())"
     )

@@ -31,7 +31,7 @@ from tangram.reports.statistics import mean_of
 from tangram.sim.episode import Workload
 from tangram.sim.simulate import simulate
 from tangram.sim.traces import load_coding
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 PODS, PODS_LARGE, OURS, OURS_TOLD, ALONE = "pods:0.5", "pods:1", "adaptive", "adaptive told everything", "alone"
 TRACE_FILE = "coding_actions.csv"

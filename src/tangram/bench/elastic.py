@@ -39,7 +39,7 @@ from tangram.core.messages import cpu_node
 from tangram.reports.statistics import Interval
 from tangram.sim.episode import Workload
 from tangram.sim.simulate import simulate
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 POLICIES = ("paper", "adaptive", "adaptive:no-resize")
 MAIN_SOURCE = "reward"

@@ -36,7 +36,7 @@ from tangram.rl.config.training_settings import (
 from tangram.rl.environments.agents import demonstrations
 from tangram.rl.environments.protocol import Outside
 from tangram.rl.rollout.assembly import connection, tasks_of
-from tangram.rl.train.evaluation import SEED_FIRST
+from tangram.rl.train.evaluator import SEED_FIRST
 from tangram.rl.train.pipeline import train
 from tangram.rl.train.records import AnyLine, Evaluated, Trained, Warmed
 

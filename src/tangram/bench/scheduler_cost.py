@@ -45,7 +45,7 @@ from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.sim.episode import Step
 from tangram.sim.simulate import simulate
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 NODE = "n0"
 GIB_PER_CORE = 9.4

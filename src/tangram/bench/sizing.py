@@ -23,7 +23,7 @@ from tangram.reports.statistics import mean_of
 from tangram.sim.baselines import PodsConfig
 from tangram.sim.result import Result
 from tangram.sim.simulate import simulate
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 PODS, OURS = "pods:0.5", "adaptive"
 CORES_GOAL, DEVICES_GOAL = 0.75, 0.712

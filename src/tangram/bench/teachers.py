@@ -31,7 +31,7 @@ from tangram.sim.episode import Episode, Workload
 from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.on_demand import OnDemandConfig
 from tangram.sim.simulate import simulate
-from tangram.sim.workload import build
+from tangram.sim.workloads import build
 
 OURS, STATIC = "adaptive", "pods:0.5"
 

@@ -143,8 +143,7 @@ def work_of(
 
 def _source(workload: str | None, traces: list[Path] | None, batch: int | None, chosen: list[str] | None) -> Source:
     from tangram.sim.compare import Source
-    from tangram.sim.workload import WORKLOADS
-    from tangram.sim.workloads import options
+    from tangram.sim.workloads import WORKLOADS, options
 
     if batch is not None:
         options.whole("batch", batch)

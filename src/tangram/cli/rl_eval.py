@@ -18,7 +18,7 @@ from tangram.errors import InvalidConfig
 if TYPE_CHECKING:
     from tangram.rl.config.rollout_settings import RolloutSettings
     from tangram.rl.rollout.records import Ticket
-    from tangram.rl.train.evaluation import Scores
+    from tangram.rl.train.evaluator import Scores
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -76,7 +76,7 @@ def evaluate(
         found = _found(checkpoint, config, stack)
         settings = _of_task(found.settings, task)
         asked = _asked(found, episodes, 0.0 if greedy else temperature)
-        from tangram.rl.train.evaluation import held_out
+        from tangram.rl.train.evaluator import held_out
 
         for engine in settings.engines:
             if engine.kind == "openai":
@@ -151,8 +151,7 @@ def _found(checkpoint: Path, config: Path | None, stack: ExitStack) -> Found:
 def _held(path: Path, stack: ExitStack, *, newest: bool) -> tuple[Path, Path]:
     """What it is called, and where it stays. It is verified, if it has checksums; one that lies elsewhere than in a
     run is deleted by nobody, and stays where it is."""
-    from tangram.rl.runs.checkpoints import WHOLE, read_checkpoint
-    from tangram.rl.runs.pinned_checkpoint import held, held_newest
+    from tangram.rl.runs.checkpoints import WHOLE, held, held_newest, read_checkpoint
     from tangram.rl.runs.run_folder import CHECKPOINTS
 
     if newest:
@@ -232,7 +231,7 @@ async def _play(
     from tangram.rl.rollout.assembly import assembled, codec_of, tasks_of
     from tangram.rl.rollout.codec import Words
     from tangram.rl.runs.trajectory_log import TrajectoryLog
-    from tangram.rl.train.evaluation import evaluate
+    from tangram.rl.train.evaluator import evaluate
 
     async with AsyncExitStack() as stack:
         log = None

@@ -13,11 +13,12 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -40,11 +41,10 @@ from tangram.managers.work import CAPTURE_BYTES_MAX, GIB, MEMORY_BYTES_MIN, MIB,
 from tangram.runtime.orchestrator import Orchestrator
 from tangram.runtime.wire import About
 from tangram.server.actions.images import OwnedImages
-from tangram.server.actions.memory_waiters import WhoWaits
+from tangram.server.actions.instance_limits import WhoWaits
 from tangram.server.actions.service import SWEEP_S, Desk, quota_pools
 from tangram.server.actions.tenants import space_of
 from tangram.server.actions.translate import ERRAND, Rules
-from tangram.server.config_keys import as_keys
 from tangram.server.http.app import application
 from tangram.server.http.auth import Runs
 from tangram.server.http.listener import bind, serving
@@ -402,3 +402,24 @@ def _device(said: DeviceConfig) -> DeviceSpec:
     if said.kind == "emulated":
         return Emulated(memory_bytes=said.memory_bytes, bandwidth=said.bandwidth)
     return Cuda(place=said.place, memory_bytes=said.memory_bytes, name=said.name)
+
+
+_OF_NODE = {"cores": "node.cores", "memory_bytes": "node.memory"}
+_OF_SERVICE = re.compile(r"service (.+) (engine|arguments|degrees|memory_bytes|load_s_max|call_s_max|at degree \d+)")
+
+
+@contextmanager
+def as_keys(config: Config) -> Iterator[None]:
+    """What managers find wrong inside is said of the key that they were made of."""
+    try:
+        yield
+    except InvalidConfig as error:
+        raise InvalidConfig(_key(config, error.field), error.value, error.expected) from error.__cause__
+
+
+def _key(config: Config, field: str) -> str:
+    found = _OF_SERVICE.fullmatch(field)
+    numbers = [number for number, service in enumerate(config.services) if found and service.name == found[1]]
+    if found is None or not numbers:
+        return _OF_NODE.get(field, field)
+    return f"services[{numbers[0]}].{'degrees' if found[2].startswith('at ') else found[2]}"

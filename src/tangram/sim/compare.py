@@ -31,8 +31,7 @@ from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.result import Result
 from tangram.sim.simulate import BASELINES, KNOWLEDGE, simulate
 from tangram.sim.size import Load, Size, load, pods_can_run, span
-from tangram.sim.workload import build
-from tangram.sim.workloads import options
+from tangram.sim.workloads import build, options
 
 METRICS = {
     "act_mean_s": "mean ACT",

@@ -6,18 +6,19 @@ from collections.abc import Callable
 
 import msgspec
 
+from tangram.core.action import Action
 from tangram.core.limits import Limits
 from tangram.core.messages import Effect, Event, Pool
 from tangram.core.policies import POLICIES, policy
+from tangram.core.profile import Estimate, Knowledge
 from tangram.core.scheduler import Scheduler
 from tangram.errors import InvalidConfig
 from tangram.sim.baselines import Baseline, PodsConfig, pods_config
 from tangram.sim.engine import DEVICE_MEMORY_GIB, Engine, Orchestrator
-from tangram.sim.episode import Workload
+from tangram.sim.episode import Step, Workload
 from tangram.sim.faults import Fault, inject
 from tangram.sim.on_demand import NAME as ON_DEMAND
 from tangram.sim.on_demand import OnDemand, OnDemandConfig, without_restores
-from tangram.sim.oracle import Oracle
 from tangram.sim.result import Result
 
 BASELINES = {
@@ -102,3 +103,20 @@ def _endless(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
         Pool(kind=pool.kind, node=pool.node, total=pool.total * 10_000 if pool.kind != "gpu" else pool.total)
         for pool in pools
     )
+
+
+class Oracle(Knowledge):
+    """Knows every action before it runs and learns nothing."""
+
+    __slots__ = ("_truth",)
+
+    def __init__(self, truth: dict[str, Step]) -> None:
+        super().__init__()
+        self._truth = truth
+
+    def estimate(self, action: Action) -> Estimate:
+        step = self._truth[action.id]
+        return Estimate(step.work_s, 0.0, min(0.98, step.speedup.exponent_near(8.0)), step.busy, 1.0)
+
+    def observe(self, action: Action, *, execution_s: float, units: float | None, cpu_s: float | None) -> None:
+        pass

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tangram.rl.buffer.number_ranges import NumberRanges
-from tangram.rl.buffer.sample_buffer import FULL, LOST_LINEAGE, STALE, BufferState, Dropped, SampleBuffer
-from tangram.rl.buffer.sample_bytes import group_bytes
+from tangram.rl.buffer.sample_buffer import FULL, LOST_LINEAGE, STALE, BufferState, Dropped, SampleBuffer, group_bytes
 from tangram.rl.rollout.records import Ending, Group, Span, Stage, Ticket, Trajectory, Turn
 from tangram.rl.train.records import Batch
 

@@ -23,8 +23,7 @@ from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota, QuotaManager, Rate
 from tangram.managers.work import Hold
-from tangram.rl.observe.pool_usage import PoolWatch
-from tangram.rl.observe.pool_usage_local import PoolObserver
+from tangram.rl.observe.pool_usage import PoolObserver, PoolWatch
 from tangram.rl.train.records import PoolUse
 from tangram.runtime.orchestrator import Decider, Orchestrator
 from tangram.sim.baselines import Baseline, PodsConfig
@@ -288,7 +287,7 @@ def test_a_baseline_is_watched_as_well() -> None:
 
 
 def test_what_is_forgotten_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.rl.observe.pool_usage_local.TRAJECTORIES_MAX", 10)
+    monkeypatch.setattr("tangram.rl.observe.pool_usage.TRAJECTORIES_MAX", 10)
 
     async def test(client: Client) -> None:
         watch = PoolWatch(client)

@@ -22,11 +22,11 @@ from tests.rl.training_lines import (
     write_lines,
 )
 
-from tangram.cli.train_summary import summary
+from tangram.cli.train import summary
 from tangram.errors import InvalidConfig, InvalidTrace
 from tangram.reports.formatting import percent
 from tangram.rl.config.training_settings import TrainSettings
-from tangram.rl.observe.pool_usage_sums import Use
+from tangram.rl.observe.pool_usage import Use
 from tangram.rl.observe.training_progress import TrainingProgress
 from tangram.rl.observe.training_report import write_report
 from tangram.rl.observe.training_report_page import report_page

@@ -10,9 +10,18 @@ import pytest
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_directory import remove_whole
 from tangram.rl.buffer.sample_buffer import BufferState
-from tangram.rl.runs import pinned_checkpoint
-from tangram.rl.runs.checkpoints import DamagedCheckpoint, RunState, folder_name, read_checkpoint, seal, write_state
-from tangram.rl.runs.pinned_checkpoint import VANISHED_MAX, held, held_newest
+from tangram.rl.runs import checkpoints as pinned_checkpoint
+from tangram.rl.runs.checkpoints import (
+    VANISHED_MAX,
+    DamagedCheckpoint,
+    RunState,
+    folder_name,
+    held,
+    held_newest,
+    read_checkpoint,
+    seal,
+    write_state,
+)
 from tangram.rl.train.weights_folder import LOCK, PREFIX
 
 

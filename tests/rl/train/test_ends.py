@@ -20,7 +20,7 @@ from tangram.rl.inference.engines.protocol import Weights
 from tangram.rl.rollout.codec import Words
 from tangram.rl.runs.sample_log import Lost, read_after
 from tangram.rl.train import evaluator
-from tangram.rl.train.evaluation import Scores
+from tangram.rl.train.evaluator import Scores
 from tangram.rl.train.records import Evaluated, Noticed, Over, Trained, Warmed
 from tangram.rl.train.warm_start import shown
 

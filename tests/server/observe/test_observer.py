@@ -47,8 +47,7 @@ from tangram.runtime.views import BUCKET_S, BUCKETS_MAX, HIDDEN, PoolView, RunVi
 from tangram.server.observe import accounts, stories
 from tangram.server.observe.accounts import OTHER
 from tangram.server.observe.history import BOUNDS, SLICE_S, SLICES, Hour, Tally
-from tangram.server.observe.observer import Picture
-from tangram.server.observe.recent_actions import Rows
+from tangram.server.observe.observer import Picture, Rows
 
 API = Pool(kind="api", total=1)
 

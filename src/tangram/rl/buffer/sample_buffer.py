@@ -19,9 +19,10 @@ enough. Memory may exceed its bound by what one batch and the one before it take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
+from tangram.rl.buffer.number_ranges import NumberRanges, Range
 from tangram.rl.buffer.records import (
     FULL,
     LOST_LINEAGE,
@@ -32,15 +33,27 @@ from tangram.rl.buffer.records import (
     Waiting,
     number_of,
 )
-from tangram.rl.buffer.sample_bytes import group_bytes
-from tangram.rl.buffer.settled_groups import Settled
-from tangram.rl.rollout.records import Group, Ticket
+from tangram.rl.rollout.records import Group, Ticket, Trajectory, Turn
 from tangram.rl.train.records import Batch
 
 __all__ = ["FULL", "LOST_LINEAGE", "STALE", "BufferState", "BufferStatistics", "Dropped", "SampleBuffer", "Waiting"]
 
 MEAN_OVER = 64
 """Groups, over about which their mean size is taken: it changes as a policy learns to say more, or less."""
+
+
+POINTER = 8
+NUMBER = 32
+"""A float or an int: 24 and 28 bytes, in blocks of 16."""
+SMALL_MAX = 256
+"""Ints up to this are there once for all."""
+TUPLE = 56
+TEXT = 64
+"""Without its letters."""
+TURN, SPAN, TRAJECTORY, GROUP = 192, 192, 512, 256
+"""The record itself, with the numbers and the short texts that each has of its own."""
+METRIC = 128
+"""Its name, its value and its place in the dict."""
 
 
 class _Kept(NamedTuple):
@@ -415,3 +428,95 @@ class SampleBuffer:
             fresh = not self._enforced or first is None or first >= self.version - self._alpha
             assert fresh, f"{each.group.id} is trained on at {self.version}, and began at {first}"
             assert (each.group.version_last or 0) <= self.version, f"{each.group.id} is of a lost lineage"
+
+
+class Settled:
+    def __init__(
+        self, trained: Iterable[Range] = (), dropped: Iterable[Range] = (), by_cause: Mapping[str, int] | None = None
+    ) -> None:
+        self.trained = NumberRanges(trained)
+        self.dropped = NumberRanges(dropped)
+        self.by_cause = dict(by_cause or {})
+        """How many were dropped."""
+        self.trajectories_discarded = self.tokens_discarded = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.trained or number in self.dropped
+
+    def __len__(self) -> int:
+        return len(self.trained) + len(self.dropped)
+
+    def train(self, number: int) -> None:
+        assert number not in self, f"group {number} is settled already"
+        self.trained.add(number)
+
+    def drop(self, number: int, cause: str) -> None:
+        assert number not in self, f"group {number} is settled already"
+        self.dropped.add(number)
+        self.by_cause[cause] = self.by_cause.get(cause, 0) + 1
+
+    def discard(self, trajectories: Iterable[Trajectory]) -> None:
+        for each in trajectories:
+            self.trajectories_discarded += 1
+            self.tokens_discarded += sum(len(turn.tokens) for turn in each.turns)
+
+    def back_to(self, trained: Iterable[Range]) -> set[int]:
+        """Only these were trained on. The others, which are not settled any more."""
+        survived = NumberRanges(trained)
+        revoked = {number for number in self.trained if number not in survived}
+        self.trained = survived
+        return revoked
+
+    def check(self) -> None:
+        assert sum(self.by_cause.values()) == len([*self.dropped]), f"{self.by_cause} were dropped"
+        both = [*self.trained, *self.dropped]
+        assert len(both) == len(set(both)) == len(self), "a group is settled twice"
+
+
+# The memory of a sample: an estimate that depends on its contents alone. It is within a factor of 1.5 of what CPython
+# uses for a group that was decoded or drawn token by token; where records share numbers or texts, it is too high.
+
+
+def group_bytes(group: Group) -> int:
+    return GROUP + sum(POINTER + trajectory_bytes(each) for each in group.all())
+
+
+def trajectory_bytes(trajectory: Trajectory) -> int:
+    taught = trajectory.teacher_logprobs
+    return (
+        TRAJECTORY
+        + sum(POINTER + turn_bytes(turn) for turn in trajectory.turns)
+        + sum(POINTER + SPAN + _text(span.failed) + _text(span.waited_for) for span in trajectory.spans)
+        + METRIC * len(trajectory.metrics)
+        + (_floats(len(taught)) if taught is not None else 0)
+        + _text(trajectory.observation)
+        + _text(trajectory.cause)
+    )
+
+
+def turn_bytes(turn: Turn) -> int:
+    return (
+        TURN
+        + _text(turn.observation)
+        + _text(turn.action)
+        + _ints(turn.observation_tokens)
+        + _ints(turn.tokens)
+        + _ints(turn.versions)
+        + _floats(len(turn.logprobs))
+        + (TUPLE + sum(POINTER + _ints(ids) for ids in turn.kept) if turn.kept is not None else 0)
+    )
+
+
+def _floats(count: int) -> int:
+    return TUPLE + (POINTER + NUMBER) * count
+
+
+def _ints(numbers: Sequence[int]) -> int:
+    # SMALL_MAX < number, for each; a comparison without a frame of its own, as there are many.
+    return TUPLE + POINTER * len(numbers) + NUMBER * sum(map(SMALL_MAX.__lt__, numbers))
+
+
+def _text(text: str) -> int:
+    if not text:
+        return 0
+    return TEXT + len(text) * (1 if text.isascii() else 2 if ord(max(text)) < 0x10000 else 4)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tangram.core.action import State
 from tangram.core.messages import Pool, PoolChanged
+from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused
 from tangram.managers.functions import BoxedFunctionManager
+from tangram.managers.functions.boxed_host import Awaiting
 from tangram.server.actions.registry import Lives
 from tangram.server.actions.translate import instances_pool
 
@@ -83,3 +86,24 @@ class Rooms:
         self._max_by_space.pop(space, None)
         if self._told_by_space.pop(space, None) is not None:
             self._tell(PoolChanged(pool=Pool(kind=instances_pool(space), total=0, private=True)))
+
+
+class WhoWaits:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def first(self) -> Awaiting | None:
+        """Who goes first of those that wait for memory which instances have."""
+        entry = self._scheduler.snapshot.awaits_yielding()
+        if entry is None:
+            return None
+        assert entry.place is not None, entry.id
+        return Awaiting(entry.id, entry.place.id)
+
+    def waits(self, action: str) -> bool:
+        entry = self._scheduler.entries.get(action)
+        return entry is not None and entry.state is State.QUEUED
+
+    def holds(self, sandbox: str) -> bool:
+        place = self._scheduler.places.by_sandbox.get(sandbox)
+        return place is not None and place.node != ""

@@ -43,14 +43,13 @@ from tangram.core.messages import (
 from tangram.core.scheduler import Scheduler
 from tangram.core.trace import EVENTS
 from tangram.managers.functions.boxed import Instance
-from tangram.runtime.views import TIMELINE_ROWS_MAX, ServiceView, Story, Timeline, View
+from tangram.runtime.views import TIMELINE_ROWS_MAX, Row, ServiceView, Story, Timeline, View
 from tangram.server.observe import view_builders
 from tangram.server.observe.accounts import Accounts
 from tangram.server.observe.action_tracker import Lives
 from tangram.server.observe.buckets import Buckets
-from tangram.server.observe.recent_actions import Rows
 from tangram.server.observe.sandbox_stats import Boxes
-from tangram.server.observe.stories import live_lines, past_lines
+from tangram.server.observe.stories import Past, live_lines, past_lines
 from tangram.server.observe.time_breakdown import IDLE_S
 
 Loaded = dict[tuple[str, tuple[int, ...]], None]
@@ -269,3 +268,60 @@ class Picture:
         row = past.row
         return Story(id=id, run=row.run, name=row.name, status=row.status, explanation=past.reason,
                      lines=past_lines(past))  # fmt: skip
+
+
+class Rows:
+    """The actions that settled last, of all runs, for the timeline and for stories: a ring of TIMELINE_ROWS_MAX rows.
+
+    Finds a row by the action's id. An id that was used again stands for the latest action with that id.
+    """
+
+    def __init__(self, rows_max: int = TIMELINE_ROWS_MAX) -> None:
+        self._rows_max = rows_max
+        self._ring: list[Past] = []
+        """The row with the number n is at n - 1, modulo its size."""
+        self._by_id: dict[str, Past] = {}
+        self.last = 0
+        """The number of the last row."""
+        self._hidden: dict[str, int] = {}
+        """Of runs that have ended, the number of the last row then: who comes under that name later sees none of
+        them."""
+
+    def keep(self, past: Past) -> None:
+        """Its row has the number after the last."""
+        place = self.last % self._rows_max
+        self.last += 1
+        if place == len(self._ring):
+            self._ring.append(past)
+        else:
+            oldest, self._ring[place] = self._ring[place], past
+            if self._by_id.get(oldest.row.id) is oldest:
+                del self._by_id[oldest.row.id]
+        self._by_id[past.row.id] = past
+
+    def hide(self, run: str) -> None:
+        """What it has had is no longer shown under its name."""
+        oldest = self.last - len(self._ring)
+        self._hidden = {name: number for name, number in self._hidden.items() if number > oldest} | {run: self.last}
+
+    def find(self, id: str, run: str | None) -> Past | None:
+        """As this run sees it; None: the admin, who sees all."""
+        past = self._by_id.get(id)
+        if past is None or run is None:
+            return past
+        return past if past.row.run == run and past.row.seq > self._hidden.get(run, 0) else None
+
+    def after(self, number: int, limit: int, run: str | None, instance: str) -> Timeline:
+        """Those after that number, of one run or of all. `last` is where the looking ended: of a run, many numbers may
+        belong to others."""
+        hidden = 0 if run is None else self._hidden.get(run, 0)
+        first = max(number + 1, hidden + 1, self.last - len(self._ring) + 1)
+        found: list[Row] = []
+        at = first - 1
+        while at < self.last and len(found) < limit:
+            row = self._ring[at % self._rows_max].row
+            at += 1
+            if run is None or row.run == run:
+                found.append(row)
+        forgotten = min(first, self.last + 1) - number - 1
+        return Timeline(instance=instance, rows=tuple(found), last=min(at, self.last), forgotten=max(0, forgotten))

@@ -1,1 +1,42 @@
-"""One file per built-in workload; `tangram.sim.workload.build` is the door to all of them."""
+"""Workloads: what agents submit to the pools, built by name; one file per built-in workload.
+
+Owns the list of the built-in workloads. Each is a generator fitted to measurements of real agents. Promises the same
+episodes for the same name, seed and options, under any PYTHONHASHSEED, and the same episode k whatever the batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tangram.sim.episode import Workload
+from tangram.sim.workloads import coding, elastic, mixed, options, search, teachers
+
+WORKLOADS = {
+    "coding": "software-engineering agents: short tool calls in sandboxes, test suites as reward",
+    "search": "deep search agents: parallel searches and page fetches under quotas, a judge model as reward",
+    "teachers": "trajectories that end with calls to one of several teacher models on GPUs",
+    "mixed": "coding, search and teachers at once, as three runs",
+    "elastic": "independent elastic actions with Poisson arrivals at a given load, for comparing schedulers",
+}
+"""Name to one-line description."""
+
+_BUILDERS: dict[str, Callable[..., Workload]] = {
+    "coding": coding.build,
+    "search": search.build,
+    "teachers": teachers.build,
+    "mixed": mixed.build,
+    "elastic": elastic.build,
+}
+
+
+def build(name: str, *, batch: int | None = None, seed: int = 0, **chosen: Any) -> Workload:
+    """The workload of that name with `batch` episodes (None: its own default); `chosen` are its own options."""
+    options.known("workload", name, WORKLOADS)
+    builder = _BUILDERS[name]
+    options.accepted(f"workload {name}", builder, chosen)
+    options.whole("seed", seed, least=0)
+    if batch is None:
+        return builder(seed=seed, **chosen)
+    options.whole("batch", batch)
+    return builder(batch=batch, seed=seed, **chosen)

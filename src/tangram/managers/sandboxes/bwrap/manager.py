@@ -35,7 +35,6 @@ from tangram.managers.sandboxes.bwrap.seccomp import filter_program
 from tangram.managers.sandboxes.bwrap.spawner.client import Spawning
 from tangram.managers.sandboxes.bwrap.spawner.lock import Keeping
 from tangram.managers.sandboxes.bwrap.spawner.mounts import bubblewrap, steps
-from tangram.managers.sandboxes.bwrap.warm_pool import Warm
 from tangram.managers.sandboxes.cpuset_allocator import Cores
 from tangram.managers.sandboxes.machine import Machine, has_user_namespaces
 from tangram.managers.work import GIB, HOST_IMAGE, Close, Commit, Ended, Exec, Open, Prepare, SandboxSpec, Work
@@ -47,6 +46,31 @@ CLOSE_S_MAX = 10.0
 PROGRAMS = {"bwrap": "bubblewrap", "catatonit": "catatonit", "setpriv": "util-linux", "cp": "coreutils"}
 """What must be installed, and the package of Debian that has it."""
 NO_RECORD = "it did not survive the end of the last owner: there is no record of it"
+
+
+class Warm:
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._kept: list[Sandbox] = []
+        """The oldest first."""
+
+    def take(self, spec: SandboxSpec, image: Image) -> Sandbox | None:
+        """One that was made to this very specification, of this very image; it is the caller's then."""
+        for sandbox in self._kept:
+            if sandbox.spec == spec and sandbox.image == image and not sandbox.gone.done():
+                self._kept.remove(sandbox)
+                return sandbox
+        return None
+
+    def put(self, sandbox: Sandbox) -> Sandbox | None:
+        """Keep one. Returns the one that has to go for it, which may be itself."""
+        self._kept.append(sandbox)
+        return self._kept.pop(0) if len(self._kept) > self._count_max else None
+
+    def take_all(self) -> list[Sandbox]:
+        """Nobody will ask for one any more."""
+        found, self._kept = self._kept, []
+        return found
 
 
 class _Errand:

@@ -15,6 +15,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 
@@ -26,11 +27,86 @@ from tangram.managers.sandboxes.cgroups.groups import (
     WEIGHT_MAX_V1,
     WEIGHT_MIN_V1,
     WEIGHT_PER_CORE_V1,
+    Group,
 )
+from tangram.managers.sandboxes.cgroups.hierarchies import CONTROLLERS_V1, CONTROLLERS_V2, find_hierarchies
 from tangram.managers.sandboxes.docker.engine import Engine, EngineRefused, to_its_end
 from tangram.managers.sandboxes.docker.shells import Session
-from tangram.managers.sandboxes.docker.usage import Meter, Reading
 from tangram.managers.work import SandboxSpec
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """Since the container was made."""
+
+    cpu_s: float = 0.0
+    throttled_s: float = 0.0
+    memory_peak_bytes: int = 0
+    memory_kills: int = 0
+    """Processes killed for want of memory; where that is not seen, how often the engine said so."""
+
+
+class Meter:
+    """Reads what a container has used from its control group, where this process sees it: on the same machine, with the
+    engine's processes not hidden in a namespace. Elsewhere only what the scripts of output_framing.py report from inside
+    is known, because an engine takes up to a second to report usage. Both count the container, not its programs:
+
+    - read from here, `cpu_s` and `throttled_s` are divided evenly among the actions that ran at the same time; reported
+      from inside, each action counts all of it, a stopped action reports nothing, and throttling is unknown;
+    - the memory peak is the container's: since the first running action began, where the control group is visible and
+      the kernel can reset a peak (version 1), else since the container was created.
+    """
+
+    def __init__(self, container: str, pid: int) -> None:
+        self.group = visible_group(pid, container)
+        """None: the processes of the container are not seen from here."""
+
+    def read(self, memory_events: int) -> Reading | None:
+        """None: it can no longer be read."""
+        if self.group is None:
+            return Reading(memory_kills=memory_events)
+        try:
+            return Reading(
+                cpu_s=self.group.cpu_s(),
+                throttled_s=self.group.throttled_s(),
+                memory_peak_bytes=self.group.memory_peak_bytes(),
+                memory_kills=self.group.memory_kills(),
+            )
+        except ManagerError:
+            return None  # it is gone with the container
+
+    def forget_memory_peak(self) -> None:
+        if self.group is not None:
+            with contextlib.suppress(ManagerError):
+                self.group.forget_memory_peak()
+
+
+def visible_group(pid: int, container: str) -> Group | None:
+    """The control group of a process that the engine names, if it is a process of this machine and in the container."""
+    try:
+        paths = _group_paths(Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8"))
+        hierarchies = find_hierarchies()
+    except OSError:
+        return None
+    wanted = CONTROLLERS_V1 if hierarchies.version == 1 else CONTROLLERS_V2
+    directories: dict[str, Path] = {}
+    for name in wanted:
+        path = paths.get(name if hierarchies.version == 1 else "", "")
+        mount = hierarchies.by_controller.get(name)
+        if mount is None or container not in path or ".." in path:
+            return None
+        directories[name] = mount / path.lstrip("/")
+    group = Group(hierarchies.version, directories)
+    return group if group.exists() else None
+
+
+def _group_paths(text: str) -> dict[str, str]:
+    """By controller; that of version 2 by the empty name."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        _, names, path = line.split(":", 2)
+        found.update(dict.fromkeys(names.split(","), path))
+    return found
+
 
 NOT_FOUND, CONFLICT = 404, 409
 LAG_S, LAG_PAUSE_S = 30.0, 0.01
