@@ -174,12 +174,13 @@ class PoolObserver:
     held        units of a grant, from the grant until its manager has finished. Actions of one batch hold its devices
                 together and count once
     reserved    what the trajectory would have held from its first grant to its last end, opening and closing sandboxes
-                included, had it always held its own maximum. The time between two actions counts once the second begins,
-                and a rise of the maximum counts from the beginning
+                included, had it always held its own maximum. The time between two actions counts once the second
+                begins, and a rise of the maximum counts from the beginning
 
-    A trajectory is what the action names, else its sandbox, else the action itself. CPU counts in cores. The pools of one
-    quota appear as one, under its name: its units are requests in flight, its total the concurrency limit, or the requests
-    per window where only a rate is limited. Memory of sandboxes does not appear: trajectories reserve it either way.
+    A trajectory is what the action names, else its sandbox, else the action itself. CPU counts in cores. The pools of
+    one quota appear as one, under its name: its units are requests in flight, its total the concurrency limit, or the
+    requests per window where only a rate is limited. Memory of sandboxes does not appear: trajectories reserve it
+    either way.
     """
 
     def __init__(self, orchestrator: Orchestrator) -> None:
@@ -427,9 +428,10 @@ ROWS = 5000
 class PoolLook:
     """Pool usage of a remote service, from its status routes.
 
-    A service shows rows of settled actions, each with its reserved cores, and its pools as they are; so CPU is reported,
-    and pools of quotas and devices are not: nothing shows which action used them. Rows arrive over the network and are
-    never waited for, so the last second or so appears in the next report. Never raises because a service is unreachable.
+    A service shows rows of settled actions, each with its reserved cores, and its pools as they are; so CPU is
+    reported, and pools of quotas and devices are not: nothing shows which action used them. Rows arrive over the
+    network and are never waited for, so the last second or so appears in the next report. Never raises because a
+    service is unreachable.
     """
 
     def __init__(self, transport: RemoteTransport) -> None:

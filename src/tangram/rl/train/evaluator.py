@@ -2,10 +2,10 @@
 
     scores = await evaluate(rollout, held_out(settings, 64, temperature=1.0))
 
-Owns which seeds are held out, the scores computed from their episodes, and the number of each evaluation, so that no two
-have groups of the same name. Never changes weights; the caller makes sure that the engines have the intended version.
-Promises the same episodes at every call, whatever the seed of the run, so that two scores differ only by the policy and
-the randomness of its own tokens; episodes that the infrastructure failed count in no mean.
+Owns which seeds are held out, the scores computed from their episodes, and the number of each evaluation, so that no
+two have groups of the same name. Never changes weights; the caller makes sure that the engines have the intended
+version. Promises the same episodes at every call, whatever the seed of the run, so that two scores differ only by the
+policy and the randomness of its own tokens; episodes that the infrastructure failed count in no mean.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 class Meter:
     """Reads what a container has used from its control group, where this process sees it: on the same machine, with the
-    engine's processes not hidden in a namespace. Elsewhere only what the scripts of output_framing.py report from inside
-    is known, because an engine takes up to a second to report usage. Both count the container, not its programs:
+    engine's processes not hidden in a namespace. Elsewhere only what the scripts of output_framing.py report from
+    inside is known, because an engine takes up to a second to report usage. Both count the container, not its programs:
 
     - read from here, `cpu_s` and `throttled_s` are divided evenly among the actions that ran at the same time; reported
       from inside, each action counts all of it, a stopped action reports nothing, and throttling is unknown;
