@@ -50,15 +50,15 @@ test-cgroup-v2: $(STAMP) $(SYSTEM) ## run tests on a kernel with cgroup v2, in a
 	@tools/test-cgroup-v2 $(ARGS)
 
 lint: $(STAMP) ## check format, lint rules and types
-	@$(VENV)/bin/ruff format --check src tests docs examples
-	$(VENV)/bin/ruff check src tests docs examples
+	@$(VENV)/bin/ruff format --check src tests docs examples tools
+	$(VENV)/bin/ruff check src tests docs examples tools
 	$(VENV)/bin/mypy
 
 bench: $(STAMP) $(SYSTEM) ## run the benchmarks; ARGS=--quick for a short look
 	@$(VENV)/bin/tangram bench all $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ anew, and all outputs that the documentation shows
-	@$(VENV)/bin/python -m tangram.cli.reference
+	@$(VENV)/bin/python -m tools.reference.pages
 	$(VENV)/bin/python docs/outputs.py
 
 clean: ## delete build/ and all caches; .venv stays, delete it by hand to start over

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tools.reference.config_page import example, sentences
 
-from tangram.cli.config_page import example, sentences
 from tangram.config import (
     Config,
     DeviceConfig,

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tangram.cli import reference
-from tangram.core.action import TRANSITIONS
 from tangram.errors import InvariantError
 from tangram.sim import trace_summary
 
@@ -264,22 +262,3 @@ def test_a_terminal_sees_a_progress_bar_and_then_the_table() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
     assert "simulating coding" in text and "of 4 simulations" in text
     assert "times less than fcfs" in text
-
-
-# ---- the generated pages --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(reference.pages()))
-def test_the_generated_pages_are_up_to_date(name: str) -> None:
-    assert (reference.ROOT / name).read_text() == reference.pages()[name], "run `make docs`"
-
-
-def test_every_option_and_every_transition_is_in_its_page() -> None:
-    page = reference.cli_page()
-    for words in ("## tangram sim", "## tangram trace story", "`--memory-per-core GIB`", r"`--target mean\|p95`"):
-        assert words in page
-    assert page.count("$ tangram ") >= 12
-    states = reference.states_page()
-    for before, afters in TRANSITIONS.items():
-        for after in afters:
-            assert f"{before.value} --> {after.value}" in states

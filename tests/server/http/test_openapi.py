@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from tests.server.asking import ADMIN_TOKEN, asked, token_file
 from tests.server.shared import serving
+from tools.reference.http_page import http_page
 
-from tangram.cli.http_page import http_page
 from tangram.config import RunLimits
 from tangram.managers.quotas.manager import Quota
 from tangram.runtime.wire import NAME_WORDS

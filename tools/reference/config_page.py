@@ -14,10 +14,10 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from tangram.cli.sentences import cell, sentences, wrapped
 from tangram.config import Config, RateConfig
 from tangram.config.tables import kinds
 from tangram.config.valid import SIZE, SIZE_OR_0, Valid
+from tools.reference.sentences import cell, sentences, wrapped
 
 HEAD = """# The config file
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tools.reference.pages import ROOT
+from tools.reference.results import BEGIN, END, number, table, with_results
 
 from tangram.bench import BenchResult, Goal
-from tangram.cli.reference import ROOT
-from tangram.cli.results import BEGIN, END, number, table, with_results
 from tangram.errors import InvalidConfig
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tangram.cli.sentences import cell, sentences, wrapped
+from tools.reference.sentences import cell, sentences, wrapped
 
 HEAD = """# The HTTP API
 

@@ -6,12 +6,12 @@ import inspect
 
 import msgspec
 
-from tangram.cli.config_page import head_of, record_of, table_of
-from tangram.cli.sentences import cell, sentences, wrapped
 from tangram.config.tables import kinds
 from tangram.config.valid import Valid
 from tangram.rl.config.rollout_settings import RewardSettings, RolloutSettings, TaskSettings
 from tangram.rl.config.training_settings import TrainSettings
+from tools.reference.config_page import head_of, record_of, table_of
+from tools.reference.sentences import cell, sentences, wrapped
 
 HEAD = """# The config of rollouts and training runs
 
