@@ -201,6 +201,36 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
     assert broken_links(document, ROOT) == []
 
 
+SANDBOXES = ROOT / "src" / "tangram" / "managers" / "sandboxes"
+PACKAGES = sorted(
+    path for path in (ROOT / "src" / "tangram").rglob("*") if path.is_dir() and (path / "__init__.py").exists()
+)
+
+
+def missing_files(text: str, folder: Path) -> list[str]:
+    """Names of files in backticks that exist neither in the folder nor below the package or the project."""
+    places = (folder, ROOT / "src" / "tangram", ROOT, ROOT / "tests", SANDBOXES, SANDBOXES / "bwrap")
+    names = re.findall(r"`([\w./*-]+\.(?:py|js|html|toml|md))`", text)
+    return [name for name in names if not any(any(place.glob(name)) for place in places)]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_package_has_a_readme_that_names_files_that_exist(package: Path) -> None:
+    text = (package / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 20, "a README of a package is about ten lines"
+    assert missing_files(text, package) == []
+
+
+@pytest.mark.parametrize("page", ["architecture", "journey-of-an-action", "sandbox", "simulator", "papers-to-code"])
+def test_pages_on_internals_name_files_that_exist(page: str) -> None:
+    path = ROOT / "docs" / "internals" / f"{page}.md"
+    assert missing_files(path.read_text(encoding="utf-8"), path.parent) == []
+
+
+def test_a_file_that_does_not_exist_is_found(tmp_path: Path) -> None:
+    assert missing_files("`core/ledger.py`, `core/no_ledger.py`, `rl*.py`", tmp_path) == ["core/no_ledger.py", "rl*.py"]
+
+
 def explained(text: str) -> list[tuple[str, list[str]]]:
     """Each `$ tangram ... --explain` of a config that the project has, with the lines that follow it."""
     shown = [block.text.splitlines() for block in blocks_of(text) if block.language == "console"]
