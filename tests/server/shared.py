@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tangram.client.client import Client, connect
+from tangram.clock import Clock
 from tangram.config import (
     Config,
     DeviceConfig,
@@ -86,8 +87,8 @@ async def shared(folder: Path, **options: Any) -> AsyncIterator[Client]:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Up]:
-    async with running(config_of(folder, **options)) as up:
+async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -> AsyncIterator[Up]:
+    async with running(config_of(folder, **options), clock) as up:
         yield up
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from tangram.clock import Clock, WallClock
 from tangram.config import Config, DeviceConfig, ModelConfig, QuotaConfig, RateConfig, admin_token, require_files
 from tangram.core.demand import CORE, CPU, MEMORY
 from tangram.core.messages import Effect, Event, Pool
@@ -127,8 +128,9 @@ def _notify(state: str) -> None:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Up]:
-    """A service inside this process. Leaving the context drains it."""
+async def running(config: Config, clock: Clock | None = None) -> AsyncIterator[Up]:
+    """A service inside this process. Leaving the context drains it. `clock`: the time by which rates are limited, idle
+    sandboxes expire and actions are scheduled; the default is real time."""
     require_files(config)
     listening = bind(config.listen_host, config.listen_port)
     async with AsyncExitStack() as stack:
@@ -139,7 +141,7 @@ async def running(config: Config) -> AsyncIterator[Up]:
         service = config.service
         journal = Journal(path, service.durability, keep_s=service.results_keep_s)
         await stack.enter_async_context(journal)
-        parts = _Parts(config, journal)
+        parts = _Parts(config, journal, clock or WallClock())
         if parts.event_log is not None:
             stack.callback(parts.event_log.close)
         async with parts.orchestrator:
@@ -260,7 +262,7 @@ def _shown(listening: socket.socket) -> str:
 class _Parts:
     """All that a service is made of, made of its config."""
 
-    def __init__(self, config: Config, journal: Journal) -> None:
+    def __init__(self, config: Config, journal: Journal, clock: Clock) -> None:
         node = config.node.name
         self.manager = manager_of(config, [sandbox.name for sandbox in journal.recovered.sandboxes])
         held = QuotaManager(map(quota_of, config.quotas), lambda event: self.orchestrator.tell(event))
@@ -270,7 +272,7 @@ class _Parts:
         pools = (*machine, *held.pools(), *(models.pools() if models is not None else ()))
         scheduler = Scheduler(policy(config.service.policy), pools, limits=config.scheduler)
         self.event_log = _event_log(config, pools)
-        self.picture = Picture(scheduler, version=VERSION, durability=config.service.durability)
+        self.picture = Picture(scheduler, version=VERSION, durability=config.service.durability, clock=clock)
         functions = BoxedFunctionManager(
             self.manager,
             lambda sandbox, memory_mib, run: self.orchestrator.reserve(sandbox, memory_mib, run, node, yields=True),
@@ -298,6 +300,7 @@ class _Parts:
             scheduler,
             {node: self.manager},
             executors,
+            clock=clock,
             observer=observe,
             memory=Remembering(journal, images, node, results_bytes_max=config.limits.results_bytes_max),
         )
@@ -319,13 +322,13 @@ class _Parts:
             limits=config.limits,
             node=node,
             warm=config.node.warm > 0,
-            now=time.monotonic,
+            now=clock.now,
             held=lambda kind: scheduler.ledger.pools[kind].held,
         )
         self.runs = Runs(journal, journal.recovered.runs, admin_token(config))
         limits = config.limits
         self.door = Door(
-            self.runs, requests_per_s=limits.requests_per_s, requests_burst=limits.requests_burst, now=time.monotonic
+            self.runs, requests_per_s=limits.requests_per_s, requests_burst=limits.requests_burst, now=clock.now
         )
         about = About(
             version=VERSION, instance=self.picture.instance, run="", admin=False, node=node,

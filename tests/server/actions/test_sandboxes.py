@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tests.server.asking import DEADLINE_S, Caller, asked, asking, until
 from tests.server.shared import serving
 
+from tangram.clock import SimClock
 from tangram.core.action import Action
 from tangram.core.messages import Grant
 from tangram.errors import ManagerError
@@ -189,17 +189,16 @@ def test_work_on_files_that_outlasts_the_service_is_to_be_tried_again(
 
 def test_a_sandbox_is_in_use_while_somebody_works_on_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        slow = SlowWrites(monkeypatch)
-        async with serving(tmp_path) as up, asking(up.address) as caller:
+        slow, clock = SlowWrites(monkeypatch), SimClock()
+        async with serving(tmp_path, clock=clock) as up, asking(up.address) as caller:
             await caller.open()
             writing = asyncio.create_task(caller.ask("PUT", "/v1/sandboxes/box/files", body=b"x", path="x"))
             await slow.begun.wait()
-            now = time.monotonic()
-            up.desk._now = lambda: now + 2 * up.desk.limits.sandbox_idle_s
+            clock.set(2 * up.desk.limits.sandbox_idle_s)
             await up.desk.sweep()
             slow.go_on.set()
             assert (await writing).status == 204
-            up.desk._now = lambda: now + 4 * up.desk.limits.sandbox_idle_s
+            clock.set(4 * up.desk.limits.sandbox_idle_s)
             await up.desk.sweep()
             assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
 
