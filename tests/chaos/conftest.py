@@ -37,6 +37,9 @@ STILL_LOOKS = 20
 
 Story = Callable[[tangram.Client], Awaitable[Any]]
 
+_present_state: Path | None = None
+"""The state directory of the test that runs."""
+
 
 def needed() -> str:
     """What this machine lacks for sandboxes; empty if nothing."""
@@ -219,9 +222,12 @@ def _images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def owners(tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Owners]:
+def owners(
+    tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Owners]:
     state = tmp_path / "state"
     state.mkdir(mode=0o711)
+    monkeypatch.setattr(sys.modules[__name__], "_present_state", state)
     (state / "images").symlink_to(_images)
     found = Owners(state)
     try:
@@ -336,12 +342,16 @@ async def stands_still(state: Path, box: int = 1) -> None:
         await asyncio.sleep(0.01)
 
 
-def found_by(word: str) -> list[int]:
-    """Processes inside sandboxes with this word in their command line, as this machine numbers them."""
+def found_by(word: str, state: Path | None = None) -> list[int]:
+    """Processes with this word in their command line inside sandboxes of one state directory, by default that of the
+    present test, as this machine numbers them. Tests that run at the same time use the same words."""
+    state = state or _present_state
+    assert state is not None, "outside of a test with the fixture `owners`, name the state directory"
     found = []
     for pid in pids():
         numbers = [line.split()[1:] for line in seen(pid, "status").splitlines() if line.startswith("NSpid:")]
-        if numbers and len(numbers[0]) > 1 and word in seen(pid, "cmdline").split("\0"):
+        is_inside = numbers and len(numbers[0]) > 1 and word in seen(pid, "cmdline").split("\0")
+        if is_inside and f"{state}/" in seen(pid, "mountinfo"):
             found.append(pid)
     return found
 

@@ -407,7 +407,7 @@ await k.open("two")
 await k.run("one", "(setsid sh -c 'while :; do :; done' 9202 > /dev/null 2>&1 &); " + until_runs("9202"))
 for name in ("one", "two"):
     await k.start(name, Exec(command="trap '' TERM INT HUP; (setsid sleep 9203 &); while :; do :; done"))
-await until(lambda: len(found_by("9203")) >= 2, "they run")
+await until(lambda: len(found_by("9203", STATE)) >= 2, "they run")
 await k.start("two", Exec(command="f() { f | f & }; while :; do f; sleep 0.01; done"))
 await until(lambda: len(inside(STATE, 2)) > 20, "it forks")
 ready()
@@ -442,7 +442,7 @@ child = os.fork()
 if child == 0:
     os.close(1)
     signal.pause()
-while not found_by("9206"):
+while not found_by("9206", STATE):
     await asyncio.sleep(0.01)
 ready(child)
 await asyncio.sleep(1000)

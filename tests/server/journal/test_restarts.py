@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.chaos.conftest import found_by, inside, mounts_below, processes_of, until, until_runs
+from tests.chaos.conftest import found_by, mounts_below, processes_of, until, until_runs
 from tests.client.conftest import why_not
 from tests.server.process import Process
 
@@ -221,7 +221,7 @@ def test_a_session_that_ended_with_the_service_says_so_whatever_else_ran_in_its_
             running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
             await until_running("a", box)
             os.kill(kept.pid, signal.SIGSTOP)
-            (shell,) = set(found_by(HELD_SHELL)) & inside(kept.folder / "state")
+            (shell,) = found_by(HELD_SHELL, kept.folder / "state")
             os.kill(shell, signal.SIGKILL)
             await until(lambda: not os.path.exists(f"/proc/{shell}"), "its spawner has noticed its end")
             await restarted(kept)
@@ -246,10 +246,10 @@ def test_a_service_that_closes_sandboxes_takes_over_what_was_kept_and_its_stop_l
         kept.configure(service='sandboxes_on_stop = "close"')
         await restarted(kept, kill=False)
         assert await box.read_text("file") == "kept", "it was not taken over"
-        assert owner in groups.owners() and found_by("9301")
+        assert owner in groups.owners() and found_by("9301", state)
         await asyncio.to_thread(kept.stop)
         assert list((state / "owners").iterdir()) == [] and owner not in groups.owners()
-        assert processes_of(state, set()) == {} and not found_by("9301") and mounts_below(state) == []
+        assert processes_of(state, set()) == {} and not found_by("9301", state) and mounts_below(state) == []
         await asyncio.to_thread(kept.start)
         assert (await box.exec("true")).status is Status.LOST
 
