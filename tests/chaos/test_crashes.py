@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,11 @@ from tests.chaos.conftest import (
 
 import tangram
 from tangram import Status
-from tangram.errors import ActionFailed, ManagerError
+from tangram.client.sandbox import Session
+from tangram.errors import ActionFailed, InvalidAction, ManagerError
 from tangram.managers.sandboxes.bwrap import manager
+from tangram.managers.sandboxes.bwrap.sandbox import PF_EXITING
+from tangram.managers.sandboxes.bwrap.spawner.client import Spawning
 
 Play = Callable[..., Any]
 
@@ -78,6 +81,86 @@ def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(play: Play, whose
                 assert (await unharmed).exit_code == 137
         async with t.sandbox(memory="64MiB") as box:
             assert (await box.exec("echo next")).stdout == "next\n"
+
+    play(story)
+
+
+def is_exiting(pid: int) -> bool:
+    fields = seen(pid, "stat").rpartition(")")[2].split()
+    return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
+
+
+async def kill_first_process() -> None:
+    """Returns once it exits. The spawner may not know it yet."""
+    (victim,) = first_processes()
+    kill(victim)
+    await until(lambda: is_exiting(victim), "the first process exits")
+
+
+OPERATIONS: dict[str, Callable[[tangram.Sandbox, Session], Awaitable[Any]]] = {
+    "commit": lambda box, _: box.commit("none"),
+    "read": lambda box, _: box.read("/etc/hostname"),
+    "write": lambda box, _: box.write("file", b"content"),
+    "list": lambda box, _: box.list("/"),
+    "delete": lambda box, _: box.delete("file"),
+    "exec": lambda box, _: box.exec("true"),
+    "session": lambda _, session: session.exec("true"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_fails_once_the_first_process_exits(
+    play: Play, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notification of the spawner comes later, here after the operation. In version 1 of control groups the frozen
+    shell of the session cannot die: the first process waits for it, and the holder keeps the mounts."""
+    on_gone, delayed = manager.SandboxManager._on_gone, contextlib.ExitStack()
+
+    def notify(self: manager.SandboxManager, box: str, code: int) -> None:
+        delayed.callback(on_gone, self, box, code)
+        if is_over:
+            delayed.close()
+
+    monkeypatch.setattr(manager.SandboxManager, "_on_gone", notify)
+    is_over = False
+
+    async def story(t: tangram.Client) -> None:
+        nonlocal is_over
+        async with t.sandbox(memory="64MiB") as box:
+            session = box.session()
+            (await session.exec("touch file")).check()
+            await kill_first_process()
+            if operation in ("exec", "session"):
+                result = await OPERATIONS[operation](box, session)
+                assert result.status is Status.LOST and "is gone" in result.reason
+            else:
+                with pytest.raises((ActionFailed, ManagerError), match="is gone"):
+                    await OPERATIONS[operation](box, session)
+            is_over = True
+            delayed.close()
+
+    play(story)
+
+
+def test_a_commit_fails_if_the_sandbox_dies_while_it_is_copied(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Spawning.request
+
+    async def request_and_kill(self: Spawning, do: str, **fields: Any) -> Any:
+        reply = await request(self, do, **fields)
+        if do == "copy":
+            await kill_first_process()
+        return reply
+
+    monkeypatch.setattr(Spawning, "request", request_and_kill)
+
+    async def story(t: tangram.Client) -> None:
+        async with t.sandbox(memory="64MiB") as box:
+            (await box.exec("sleep 9041 &")).check()
+            with pytest.raises(ActionFailed, match="is gone"):
+                await box.commit("none")
+        with pytest.raises(InvalidAction):
+            async with t.sandbox(image="none"):
+                pass
 
     play(story)
 

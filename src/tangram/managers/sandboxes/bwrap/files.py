@@ -129,7 +129,9 @@ class Filing:
             except ExecFailed as error:
                 raise FileFailed(path, error.reason) from None
             except ManagerError as error:
-                if box.is_ending() or not box.new_memory_kills():
+                if box.is_ending():
+                    raise box.gone_error() from error
+                if not box.new_memory_kills():
                     raise
                 limit = f"the {box.spec.memory_bytes} bytes of memory of its sandbox, which its files share"
                 raise FileFailed(path, f"does not fit into {limit}") from error

@@ -333,8 +333,7 @@ class SandboxManager(FiledApart):
         sandbox = self._sandboxes.get(name)
         if sandbox is None:
             raise ManagerError(f"there is no sandbox {name}: it was closed, or never opened", retry=False)
-        if sandbox.gone.done():
-            raise ManagerError(f"sandbox {name} is gone: {sandbox.gone.result()}", retry=False)
+        sandbox.require_alive()
         return sandbox
 
     async def _start_program(self, action: Action, grant: Grant, work: Exec, output: Output | None) -> Lease:
@@ -348,9 +347,7 @@ class SandboxManager(FiledApart):
             await lease.begin()
         except ManagerError as error:
             if sandbox.is_ending():
-                raise ManagerError(
-                    f"sandbox {sandbox.name} is gone: its first process has ended", retry=False
-                ) from error
+                raise sandbox.gone_error() from error
             raise
         return lease
 
@@ -490,6 +487,9 @@ class SandboxManager(FiledApart):
             try:
                 sandbox.hold_still()
                 await spawning.request("copy", box=sandbox.box, source=f"{sandbox.directory}/upper", target=str(layer))
+                # The mounts outlive the first process. One that is alive after the copy was alive throughout: nothing
+                # was killed in the middle of a write.
+                sandbox.require_alive()
             finally:
                 sandbox.go_on()
             if not self._called:  # an image of an owner with a name stays until it is forgotten

@@ -283,6 +283,16 @@ class Sandbox:
         new, self._memory_kills = count - self._memory_kills, count
         return new
 
+    def require_alive(self) -> None:
+        """Raises ManagerError once its first process has begun to exit. The spawner notices that later: when the
+        holder has ended, which waits for every process of the sandbox, frozen ones included."""
+        if self.gone.done() or self.is_ending():
+            raise self.gone_error()
+
+    def gone_error(self) -> ManagerError:
+        reason = self.gone.result() if self.gone.done() else "its first process has ended"
+        return ManagerError(f"sandbox {self.name} is gone: {reason}", retry=False)
+
     def is_ending(self) -> bool:
         """Its first process is about to go, and with it all others."""
         try:
