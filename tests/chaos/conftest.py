@@ -22,6 +22,7 @@ import pytest
 
 import tangram
 from tangram import Status
+from tangram.managers.sandboxes.bwrap.sandbox import PF_EXITING
 from tangram.managers.sandboxes.cgroups import cgroupfs, groups
 from tangram.managers.sandboxes.cgroups.hierarchies import find_hierarchies
 
@@ -93,6 +94,12 @@ def seen(pid: int, file: str) -> str:
 
 def is_zombie(pid: int) -> bool:
     return seen(pid, "stat").rpartition(")")[2].split()[:1] == ["Z"]
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether it has begun to exit, or has ended."""
+    fields = seen(pid, "stat").rpartition(")")[2].split()
+    return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
 def owners_of(process: int) -> list[str]:
@@ -222,12 +229,10 @@ def _images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def owners(
-    tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Owners]:
-    state = tmp_path / "state"
+def owners(tmp_path: Path, _images: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Owners]:
+    global _present_state
+    _present_state = state = tmp_path / "state"
     state.mkdir(mode=0o711)
-    monkeypatch.setattr(sys.modules[__name__], "_present_state", state)
     (state / "images").symlink_to(_images)
     found = Owners(state)
     try:

@@ -21,6 +21,7 @@ from tests.chaos.conftest import (
     found_by,
     holders,
     inside,
+    is_exiting,
     is_zombie,
     owners_of,
     pids,
@@ -36,7 +37,6 @@ from tangram import Status
 from tangram.client.sandbox import Session
 from tangram.errors import ActionFailed, InvalidAction, ManagerError
 from tangram.managers.sandboxes.bwrap import manager
-from tangram.managers.sandboxes.bwrap.sandbox import PF_EXITING
 from tangram.managers.sandboxes.bwrap.spawner.client import Spawning
 
 Play = Callable[..., Any]
@@ -83,11 +83,6 @@ def test_a_sandbox_whose_first_process_is_killed_is_lost_alone(play: Play, whose
             assert (await box.exec("echo next")).stdout == "next\n"
 
     play(story)
-
-
-def is_exiting(pid: int) -> bool:
-    fields = seen(pid, "stat").rpartition(")")[2].split()
-    return not fields or fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
 
 
 async def kill_first_process() -> None:

@@ -138,8 +138,9 @@ class Sandbox:
 
     def take_over(self, init: int, sessions_lost: Iterable[str]) -> None:
         """It comes from an owner that is gone: its groups are there, and its spawner has let all in it stand still or
-        end. Blocks."""
+        end. Blocks. Raises ManagerError if it is dying."""
         self.init = init
+        self.require_alive()
         self.sessions_lost = set(sessions_lost)
         there = self.group.children()
         for number in range(1 + max([int(name[1:]) for name in there if SLOT.fullmatch(name)], default=-1)):
