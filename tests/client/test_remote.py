@@ -19,6 +19,7 @@ import tangram
 from tangram import Quota, Rate
 from tangram.client.client import Client, connect
 from tangram.client.sync import connect_sync
+from tangram.clock import SimClock
 from tangram.config import DeviceConfig, ModelConfig, RunLimits
 from tangram.core.action import Status
 from tangram.errors import ActionTimedOut, AdmissionRefused, FileFailed, InvalidAction, InvalidConfig, ManagerError
@@ -36,6 +37,12 @@ def play(folder: Path, test: Callable[[Client], Awaitable[None]], **options: Any
             await test(client)
 
     asyncio.run(main())
+
+
+async def until_running(t: Client) -> None:
+    """Until the service runs an action."""
+    while b'"running_total":1' not in await t._transport.wire.ask("GET", "/v1/view"):  # type: ignore[attr-defined]  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 # ---- quotas -------------------------------------------------------------------------------------------------------
@@ -81,12 +88,13 @@ def test_whoever_holds_a_quota_and_falls_silent_loses_it(tmp_path: Path, monkeyp
     monkeypatch.setattr("tangram.server.serve.SWEEP_S", 0.02)
 
     async def main() -> None:
-        limits = RunLimits(hold_idle_s=0.2)
-        async with asyncio.timeout(DEADLINE_S), shared(tmp_path, quotas=[SEARCH], limits=limits) as t:
+        limits, clock = RunLimits(hold_idle_s=0.2), SimClock()
+        async with asyncio.timeout(DEADLINE_S), shared(tmp_path, quotas=[SEARCH], limits=limits, clock=clock) as t:
             demand = {"pools": {"search": {"min": 2, "max": 2}}}
             body = {"id": "silent", "work": {"type": "Hold"}, "demand": demand}
             wire = t._transport.wire  # type: ignore[attr-defined]
             assert b"settled" not in await wire.ask("POST", "/v1/actions", body, wait_s=0.0)
+            clock.set(0.3)
             async with t.quota("search", requests=2, deadline_s=DEADLINE_S):
                 pass
             reply = msgspec.json.decode(await wire.ask("GET", "/v1/actions/silent", wait_s=30.0))
@@ -114,11 +122,14 @@ def test_quotas_are_added_and_heard_of_and_corrected(tmp_path: Path) -> None:
 
 def test_a_sandbox_that_nobody_uses_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tangram.server.serve.SWEEP_S", 0.02)
+    clock = SimClock()
 
     async def test(t: Client) -> None:
         ask = t._transport.wire.ask  # type: ignore[attr-defined]
         async with t.sandbox() as used, t.sandbox() as unused:
             busy = asyncio.create_task(used.exec("sleep 60"))
+            await until_running(t)
+            clock.set(1.0)
             while unused.name.encode() in await ask("GET", "/v1/sandboxes"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             assert used.name.encode() in await ask("GET", "/v1/sandboxes"), "an action runs in it"
@@ -127,7 +138,7 @@ def test_a_sandbox_that_nobody_uses_is_closed(tmp_path: Path, monkeypatch: pytes
             busy.cancel()
             await asyncio.wait({busy})
 
-    play(tmp_path, test, limits=RunLimits(sandbox_idle_s=0.5))
+    play(tmp_path, test, limits=RunLimits(sandbox_idle_s=0.5), clock=clock)
 
 
 # ---- model services -----------------------------------------------------------------------------------------------
@@ -365,7 +376,7 @@ def test_leaving_the_connection_ends_what_it_has_there(tmp_path: Path) -> None:
             async with connect(up.address) as t:
                 box = await t.sandbox().__aenter__()
                 running = asyncio.create_task(box.exec("sleep 60"))
-                await asyncio.sleep(0.05)
+                await until_running(t)
             assert (await running).status is Status.CANCELLED
             async with connect(up.address) as t:
                 found = await t._transport.wire.ask("GET", "/v1/sandboxes")  # type: ignore[attr-defined]

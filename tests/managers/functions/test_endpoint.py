@@ -197,9 +197,10 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(run: Run, monkeypatch: 
         asked = [seconds for seconds in waited if seconds > 1]
         assert asked[0] == 7.0 and 20.0 < asked[1] <= 30.0
 
-    date = email.utils.formatdate(time.time() + 30, usegmt=True)
-    busy = [says(429, Retry_After=after) for after in ("7", date, "3600")]
-    played(run, tuple(busy), test)
+    async def says_date(request: Request) -> None:
+        await request.say(429, Retry_After=email.utils.formatdate(time.time() + 30, usegmt=True))
+
+    played(run, (says(429, Retry_After="7"), says_date, says(429, Retry_After="3600")), test)
 
 
 def test_a_500_with_json_and_a_4xx_are_errors_of_the_function_at_once(run: Run) -> None:

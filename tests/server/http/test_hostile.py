@@ -119,7 +119,6 @@ def test_who_says_nothing_or_says_its_headers_byte_by_byte_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "HEADER_S", 0.3)
-    ports = open_ports(monkeypatch)
 
     async def main() -> None:
         async with asked(tmp_path) as caller, line(caller.address) as silent, line(caller.address) as slow:
@@ -131,10 +130,9 @@ def test_who_says_nothing_or_says_its_headers_byte_by_byte_is_cut_off(
                         await asyncio.sleep(0.01)
 
             dripping = asyncio.create_task(drip())
-            await until(lambda: {silent.port, slow.port} <= ports)
             await is_well(caller)
             await silent.ended()
-            await until(lambda: not {silent.port, slow.port} & ports)
+            await slow.ended()
             await is_well(caller)
             dripping.cancel()
 
@@ -162,13 +160,14 @@ def test_a_connection_that_is_used_again_and_again_is_not_cut_off(
     monkeypatch.setattr(listener, "HEADER_S", 2.0)
 
     async def main() -> None:
-        async with asked(tmp_path) as caller, line(caller.address) as raw:
+        async with asked(tmp_path) as caller:
             await caller.open()
             await caller.run("it", "sleep 1000", wait_s=0)
-            for _ in range(3):  # each answer comes later than headers may take
-                await raw.send(b"GET /v1/actions/it?wait_s=2.5 HTTP/1.1\r\n" + HOST + b"\r\n")
-                status, body = await raw.answer()
-                assert (status, msgspec.json.decode(body)["state"]) == (200, "running")
+            async with line(caller.address) as raw:
+                for _ in range(3):  # each answer comes later than headers may take
+                    await raw.send(b"GET /v1/actions/it?wait_s=2.5 HTTP/1.1\r\n" + HOST + b"\r\n")
+                    status, body = await raw.answer()
+                    assert (status, msgspec.json.decode(body)["state"]) == (200, "running")
 
     asyncio.run(main())
 

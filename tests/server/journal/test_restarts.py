@@ -26,6 +26,8 @@ from tangram.processes.streams import HELD_SHELL
 from tangram.sim.trace_summary import survey
 
 DEADLINE_S = 120.0
+STOPPING = "stopping signal=SIGTERM"
+"""What a service logs when it is told to stop."""
 
 
 @pytest.fixture
@@ -71,7 +73,8 @@ def test_a_sandbox_is_there_after_a_restart_with_its_files_and_what_ran_in_it(ke
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:
             await box.write("file", "kept")
-            await box.exec("(while :; do date +%s%N > beat; sleep 0.01; done) > /dev/null 2>&1 &")
+            beat = "(while :; do date +%s%N > beat; sleep 0.01; done) > /dev/null 2>&1 &"
+            await box.exec(f"{beat} until [ -s beat ]; do sleep 0.01; done")
             image = await box.commit("made")
             await restarted(kept, kill=kill)
             beats = "cp beat before; for n in $(seq 600); do cmp -s before beat || exit 0; sleep 0.05; done; exit 1"
@@ -186,8 +189,10 @@ def test_a_stop_lets_what_runs_end_and_a_second_one_does_not_wait(kept: Process)
             assert (await short).stdout == "whole\n"
             long = asyncio.create_task(box.exec("touch b; sleep 60", cpus=1))
             await until_running("b", box)
+            before = kept.log.count(STOPPING)
             os.kill(kept.pid, 15)
-            await asyncio.sleep(0.1)
+            while kept.log.count(STOPPING) == before:  # noqa: ASYNC110 - two signals at once would count as one
+                await asyncio.sleep(0.01)
             await restarted(kept, kill=False)
             assert (await long).status is Status.LOST
 
@@ -202,7 +207,7 @@ def test_a_service_that_is_killed_while_it_drains_loses_nothing(kept: Process) -
             waiting = asyncio.create_task(box.exec("echo waited", cpus=2))
             await until_waiting(t, 1)
             os.kill(kept.pid, 15)
-            while "stopping signal=SIGTERM" not in kept.log:  # noqa: ASYNC110
+            while STOPPING not in kept.log:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await restarted(kept)
             assert (await running).status is Status.LOST
