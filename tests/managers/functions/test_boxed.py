@@ -8,7 +8,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
@@ -770,6 +770,40 @@ def test_a_call_whose_sandbox_is_lost_is_repeated_as_often_as_its_function_says(
             killing.cancel()
         assert result.kind == "lost" and result.reason and len(killed) == 2, result
         assert await bench.call(sleeps, 0.0) == 0.0
+
+    run(test)
+
+
+@pytest.mark.parametrize("moment", ["before it is filled", "before it is loaded"])
+def test_a_call_whose_new_instance_dies_gets_another_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    @tangram.function(cpus=0.5, memory="64MiB", retries=1)
+    def returns() -> int:
+        return 1
+
+    killed: list[str] = []
+    unpack = SandboxManager.unpack
+
+    async def kill(manager: SandboxManager, name: str) -> None:
+        sandbox = manager._sandboxes[name]
+        killed.append(name)
+        os.kill(sandbox.init, 9)
+        await until(sandbox.is_ending)
+
+    async def unpack_and_kill(self: SandboxManager, sandbox: str, path: str, tar: BinaryIO) -> None:
+        if moment == "before it is filled" and not killed:
+            await kill(self, sandbox)
+        await unpack(self, sandbox, path, tar)
+        if not killed:
+            await kill(self, sandbox)
+
+    monkeypatch.setattr(SandboxManager, "unpack", unpack_and_kill)
+
+    async def test(bench: Bench) -> None:
+        result = await bench.try_call(returns)
+        assert (result.kind, result.value, result.attempts) == ("value", 1, 2), result
+        assert len(killed) == 1
 
     run(test)
 

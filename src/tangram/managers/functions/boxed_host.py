@@ -265,7 +265,10 @@ class BoxedHost:
         if ended.lost:
             raise ManagerError(ended.lost)
         tar: io.BytesIO = parcel(self.spec, image=spec.image, disk_bytes=spec.disk_bytes)
-        await manager.unpack(instance.name, DIRECTORY, tar)
+        try:
+            await manager.unpack(instance.name, DIRECTORY, tar)
+        except ManagerError as error:
+            raise ManagerError(str(error)) from error  # a retry opens another sandbox
 
     def give_back(self, instance: BoxedInstance) -> None:
         """It can be used again."""

@@ -198,10 +198,12 @@ class BoxedLease:
         instance = await host.open(self._action, self._grant, held=held)
         try:
             await self._load(instance)
-        except BaseException:
+        except BaseException as error:
             await self._part_with(instance, keep=False)
             if self._stopped:
                 raise Stopped from None
+            if isinstance(error, ManagerError):
+                raise ManagerError(str(error)) from error  # a retry opens another sandbox
             raise
         return instance, True
 
