@@ -405,7 +405,7 @@ def test_a_crash_names_its_signal(run: Run) -> None:
 
 
 def test_a_function_that_does_not_return_is_timed_out_and_the_next_call_works(run: Run) -> None:
-    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=3.0)
+    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=8.0)
     def loops(forever: bool) -> int:
         import signal
         import time
@@ -675,7 +675,7 @@ def test_garbage_instead_of_an_answer_is_the_failure_of_the_function(run: Run, w
 
 
 def test_output_without_end_is_bounded_and_comes_to_its_time_limit(run: Run) -> None:
-    @tangram.function(cpus=1, memory="64MiB", timeout_s=1.0, retries=0)
+    @tangram.function(cpus=1, memory="64MiB", timeout_s=5.0, retries=0)
     def floods() -> None:
         while True:
             os.write(1, b"x" * 65536)
@@ -1030,7 +1030,7 @@ def test_without_held_programs_each_call_is_a_program_of_its_own(run: Run, monke
 
 
 def test_plain_processes_serve_calls_in_the_same_way(tmp_path: Path) -> None:
-    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=4.0)
+    @tangram.function(cpus=0.5, memory="64MiB", timeout_s=8.0)
     def returns(what: str) -> Any:
         import time
 

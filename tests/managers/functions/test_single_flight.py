@@ -50,7 +50,7 @@ def test_the_deadline_of_the_last_one_ends_the_run(run: Run, tmp_path: Path) -> 
 
     async def test(bench: Bench) -> None:
         await bench.call(rewards.noted, str(tmp_path / "other"))  # it is warm
-        results = await asyncio.gather(*(keyed(bench, log, never, deadline_s=1.0 + number / 10) for number in range(2)))
+        results = await asyncio.gather(*(keyed(bench, log, never, deadline_s=3.0 + number / 10) for number in range(2)))
         assert [result.kind for result in results] == ["timed_out"] * 2  # type: ignore[attr-defined]
         assert len(lines(log)) == 1 and not living(int(lines(log)[0]))
 
