@@ -64,13 +64,13 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
         pytest.skip("systemd-analyze is missing")
     shutil.copy(DEPLOY / "tangram.service", tmp_path)
     checked = subprocess.run(
-        ["systemd-analyze", "verify", str(tmp_path / "tangram.server")],
+        ["systemd-analyze", "verify", str(tmp_path / "tangram.service")],
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "SYSTEMD_LOG_LEVEL": "warning"},
     )
-    said = [line for line in checked.stderr.splitlines() if "tangram.server" in line]
+    said = [line for line in checked.stderr.splitlines() if "tangram.service" in line]
     assert [line for line in said if NEWER_THAN_DEBIAN_12 not in line] == []
     assert checked.returncode == 0, checked.stderr
 

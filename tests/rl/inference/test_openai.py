@@ -168,7 +168,7 @@ def test_weights_as_we_publish_them_are_never_handed_to_a_server(dialect: str, t
     async def test(server: ModelServer, engine: OpenAIEngine) -> None:
         for name in ("manifest.json", "00000.bucket", "config.json"):
             (tmp_path / name).touch()
-        with pytest.raises(ManagerError, match=r"takes Hugging Face folders only.*checkpoint\.save") as refused:
+        with pytest.raises(ManagerError, match=r"takes Hugging Face folders only.*model_folder\.save") as refused:
             await engine.update(Weights(version=2, folder=str(tmp_path)))
         assert not isinstance(refused.value, EngineDied)
         assert server.weights == "none" and engine.statistics().version == 1

@@ -220,8 +220,8 @@ def test_a_run_is_revoked_while_the_file_of_the_journal_is_made_smaller(
 def test_a_result_that_the_journal_cannot_take_is_lost_and_costs_nobody_else_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("journal", "remembering"):
-        monkeypatch.setattr(f"tangram.server.{module}.RECORD_BYTES_MAX", 20_000)
+    for module in ("journal", "adapter"):
+        monkeypatch.setattr(f"tangram.server.journal.{module}.RECORD_BYTES_MAX", 20_000)
 
     async def main() -> None:
         async with asked(tmp_path) as caller:
