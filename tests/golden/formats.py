@@ -19,6 +19,7 @@ from typing import Any, get_args
 from unittest import mock
 
 import msgspec
+from prometheus_client import ProcessCollector
 from tests.golden.records import ACTION, ENDPOINT, FUNCTION, OUTCOME, SPEC, example, shape
 
 from tangram.clock import SimClock
@@ -211,6 +212,8 @@ def _raw(kind: Any) -> str | None:
 def metrics() -> Files:
     """Names and labels of metrics, with the values of the label `event`."""
     families = {family.name: [family.kind, *family.labels] for family in FAMILIES}
+    for metric in sorted(ProcessCollector(registry=None).collect(), key=lambda metric: metric.name):
+        families[f"{metric.name}_total" if metric.type == "counter" else metric.name] = [metric.type]
     return {"metrics.json": pretty({"families": families, "events": [kind.__struct_config__.tag for kind in EVENTS]})}
 
 

@@ -5,6 +5,8 @@ Owns the words around the tables.
 
 from __future__ import annotations
 
+from prometheus_client import ProcessCollector
+
 from tangram.server.observe.accounts import CLASSES_MAX, RUNS_MAX
 from tangram.server.observe.metrics import FAMILIES, HISTOGRAM, SERIES_MAX, Family
 from tangram.server.observe.time_breakdown import OTHER
@@ -32,13 +34,14 @@ GROUPS = {
 
 def metrics_page(note: str) -> str:
     parts = [note, HEAD]
+    known = (*FAMILIES, *_process_families())
     shown: list[Family] = []
     for title, starts in GROUPS.items():
-        families = [family for family in FAMILIES if family.name.startswith(starts)]
+        families = [family for family in known if family.name.startswith(starts)]
         shown += families
         parts.append(f"## {title}\n")
         parts.append("\n".join(["| name | kind | labels | |", "|---|---|---|---|", *map(_row, families)]) + "\n")
-    assert sorted(family.name for family in shown) == sorted(family.name for family in FAMILIES)
+    assert sorted(family.name for family in shown) == sorted(family.name for family in known)
     parts.append("## Buckets\n")
     parts.append("The upper ends of the buckets, in seconds; the last one has no end.\n")
     by_edges: dict[tuple[float, ...], list[str]] = {}
@@ -48,6 +51,12 @@ def metrics_page(note: str) -> str:
     rows = [f"| {', '.join(names)} | {', '.join(f'{edge:g}' for edge in edges)} |" for edges, names in by_edges.items()]
     parts.append("\n".join(["| | |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
+
+
+def _process_families() -> list[Family]:
+    """Those that `prometheus_client` adds where the kernel has /proc."""
+    metrics = ProcessCollector(registry=None).collect()
+    return [Family(f"{m.name}_total" if m.type == "counter" else m.name, m.type, m.documentation) for m in metrics]
 
 
 def _row(family: Family) -> str:

@@ -1,20 +1,21 @@
-"""Metrics: the counters of the service as Prometheus reads them, in its text format 0.0.4.
+"""Metrics: the counters of the service in the text format of Prometheus, rendered by `prometheus_client`.
 
-Owns the names, units and labels, and how they are written. What concerns actions is read from the picture when somebody
-asks. What concerns requests and the journal is told by them: `count`, `observe` and `set`, by the names of FAMILIES.
-Promises that every label value is escaped, whoever chose it, and that no family has more than SERIES_MAX series: what
-comes beyond is counted with OTHER in every label. Names of runs and classes are bounded by the accounts already.
+Owns names, units and labels. Series of actions and pools are read from the observer at every scrape. The HTTP
+middleware and the journal report theirs through `count`, `observe` and `set`, by the names of FAMILIES. Promises that
+no family has more than SERIES_MAX series: further ones count with OTHER in every label. The accounts already bound the
+names of runs and classes. `prometheus_client` adds the families `process_*`.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import resource
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from itertools import accumulate
 
 import msgspec
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from tangram.core.messages import NodeState
 from tangram.errors import InvariantError
@@ -75,12 +76,6 @@ FAMILIES = (
     Family("tangram_journal_commit_seconds", HISTOGRAM, "To write a batch of the journal.", (), COMMIT_EDGES),
     Family("tangram_journal_operations_total", COUNTER, "Changes that those batches were made of."),
     Family("tangram_journal_log_bytes", GAUGE, "Size of the write-ahead log of the journal."),
-    Family("process_cpu_seconds_total", COUNTER, "CPU time of the service itself."),
-    Family("process_resident_memory_bytes", GAUGE, "Memory of the service itself."),
-    Family("process_virtual_memory_bytes", GAUGE, "Its address space."),
-    Family("process_open_fds", GAUGE, "Its open file descriptors."),
-    Family("process_max_fds", GAUGE, "How many it may have."),
-    Family("process_start_time_seconds", GAUGE, "When it started, in seconds since 1970."),
 )  # fmt: skip
 FAMILY_BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -131,22 +126,19 @@ class Metrics:
     # ---- what is asked ----
 
     def text(self) -> str:
-        lines: list[str] = []
+        """All series in the text format of Prometheus."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their samples: the interface of a collector of `prometheus_client`."""
         numbers = {name: dict(series) for name, series in self._numbers.items()}
-        for name, values, number in (*_of_actions(self._picture), *_of_pools(self._picture), *process_samples()):
+        for name, values, number in (*_of_actions(self._picture), *_of_pools(self._picture)):
             series = numbers.setdefault(name, {})
             series[values] = series.get(values, 0) + number
         distributions = {**self._distributions, **_of_classes(self._picture)}
         for family in FAMILIES:
-            lines.append(f"# HELP {family.name} {_escaped_help(family.help)}")
-            lines.append(f"# TYPE {family.name} {family.kind}")
-            for values, number in numbers.get(family.name, {}).items():
-                labels = written_labels(family.labels, values)
-                lines.append(f"{family.name}{{{labels}}} {_number(number)}" if labels else
-                             f"{family.name} {_number(number)}")  # fmt: skip
-            for values, distribution in distributions.get(family.name, {}).items():
-                lines.extend(_histogram(family.name, written_labels(family.labels, values), distribution))
-        return "\n".join(lines) + "\n"
+            yield _collected(family, numbers.get(family.name, {}), distributions.get(family.name, {}))
+        yield from ProcessCollector(registry=None).collect()
 
 
 # ---- from the picture -----------------------------------------------------------------------------------------
@@ -211,7 +203,7 @@ def _of_classes(picture: Picture) -> dict[str, dict[Labels, Distribution]]:
     return {name: {(one.run.name, one.name): part(one) for one in classes} for name, part in PARTS.items()}
 
 
-# ---- writing --------------------------------------------------------------------------------------------------
+# ---- families and series --------------------------------------------------------------------------------------
 
 
 def _family(name: str, kind: str) -> Family:
@@ -232,60 +224,16 @@ def _bounded(family: Family, values: Labels, series: Mapping[Labels, object]) ->
     return values if values in series or len(series) < SERIES_MAX else (OTHER,) * len(family.labels)
 
 
-def written_labels(names: Labels, values: Labels) -> str:
-    """`run="a",class="b"`, each value escaped."""
-    return ",".join([f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)])
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _escaped_help(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    if value == math.inf:
-        return "+Inf"
-    return repr(value)
-
-
-def _histogram(name: str, labels: str, distribution: Distribution) -> Iterator[str]:
-    before = f"{labels}," if labels else ""
-    total = 0
-    for edge, count in zip((*distribution.edges, math.inf), distribution.counts, strict=True):
-        total += count
-        yield f'{name}_bucket{{{before}le="{_number(edge)}"}} {total}'
-    around = f"{{{labels}}}" if labels else ""
-    yield f"{name}_sum{around} {_number(distribution.sum_s)}"
-    yield f"{name}_count{around} {total}"
-
-
-PROC = Path("/proc")
-
-
-def process_samples() -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """By the names that all exporters use."""
-    try:
-        # The name of the program stands in parentheses and may hold anything, these included.
-        fields = (PROC / "self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        boot_s = _boot_s()
-        descriptors = len(os.listdir(PROC / "self/fd"))
-    except OSError:
-        return
-    per_s, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-    user, system, started, virtual, resident = (int(fields[place]) for place in (11, 12, 19, 20, 21))
-    yield "process_cpu_seconds_total", (), (user + system) / per_s
-    yield "process_resident_memory_bytes", (), resident * page
-    yield "process_virtual_memory_bytes", (), virtual
-    yield "process_open_fds", (), descriptors
-    yield "process_max_fds", (), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield "process_start_time_seconds", (), boot_s + started / per_s
-
-
-def _boot_s() -> float:
-    for line in (PROC / "stat").read_text(encoding="utf-8").splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    return 0.0
+def _collected(family: Family, numbers: Mapping[Labels, float], distributions: Mapping[Labels, Distribution]) -> Metric:
+    if family.kind == HISTOGRAM:
+        histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+        for values, distribution in distributions.items():
+            counts = zip((*distribution.edges, math.inf), accumulate(distribution.counts), strict=True)
+            buckets = [(floatToGoString(edge), float(count)) for edge, count in counts]
+            histogram.add_metric(values, buckets, sum_value=distribution.sum_s)
+        return histogram
+    kind = CounterMetricFamily if family.kind == COUNTER else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=family.labels)
+    for values, number in numbers.items():
+        metric.add_metric(values, number)
+    return metric
