@@ -1,4 +1,4 @@
-"""Affinity, the profiler that recommends one, and the decorators that declare one."""
+"""Affinity, and the profiler that recommends one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig
-from tangram.rl.config.rollout_settings import EngineSettings, RewardSettings, RolloutSettings, TaskSettings
+from tangram.rl.config.rollout_settings import EngineSettings, RolloutSettings, TaskSettings
 from tangram.rl.inference.affinity import CLASS_BY_ROLE, H20, H800, PUBLISHED, affinity_of, explain
-from tangram.rl.inference.decorators import declared, hw_mapping, register_serverless
 from tangram.rl.inference.engines.protocol import Generation
 from tangram.rl.inference.profiler import TRAJECTORIES_MIN, Assumptions, Profiler, Work, predicted_s
 from tangram.rl.rollout.records import Ending, Trajectory, Turn
@@ -181,48 +180,3 @@ def test_predictions_follow_the_roofline() -> None:
     assert ratio == pytest.approx(989.5 / 148.0)
     ratio = predicted_s(writing, H800, assumptions) / predicted_s(writing, H20, assumptions)
     assert ratio == pytest.approx(4.0 / 3.35)
-
-
-# ---- decorators ----
-
-
-@hw_mapping(hw_affinity={"frozenlake": "H800", "default": "H20"})
-class Policy:
-    pass
-
-
-@register_serverless(tasks=["chain"], timeout_s=5.0, retries=1)
-def right(trajectory: object) -> float:
-    return 1.0
-
-
-def test_decorators_say_what_a_config_says() -> None:
-    plain = settings("compute", "bandwidth", tasks={"frozenlake": "", "chain": ""})
-    found = declared(plain, Policy, right)
-    assert affinity_of(found) == {"default": "bandwidth", "frozenlake": "compute", "chain": "bandwidth"}
-    function = f"{right.__module__}:right"
-    assert found.task("chain").reward == RewardSettings(kind="function", function=function, timeout_s=5.0, retries=1)
-    assert found.task("frozenlake").reward == RewardSettings()
-    assert right(None) == 1.0 and isinstance(Policy(), Policy)
-
-
-def test_a_config_overrides_code() -> None:
-    own = RewardSettings(kind="model", service="judge")
-    tasks = (TaskSettings(name="frozenlake", affinity="bandwidth"), TaskSettings(name="chain", reward=own))
-    engines = settings("compute", "bandwidth").engines
-    found = declared(RolloutSettings(engines=engines, tasks=tasks), Policy, right)
-    assert found.task("frozenlake").affinity == "bandwidth" and found.task("chain").reward == own
-
-
-def test_what_declares_nothing_or_names_no_task_is_refused() -> None:
-    plain = settings("compute", "bandwidth", tasks={"other": ""})
-    with pytest.raises(InvalidConfig, match="a task of the settings, which are other"):
-        declared(plain, Policy)
-    with pytest.raises(InvalidConfig, match="a task of the settings"):
-        declared(plain, right)
-    with pytest.raises(InvalidConfig, match="something decorated"):
-        declared(plain, object())
-    with pytest.raises(InvalidConfig, match="a class of hardware for each task"):
-        hw_mapping(hw_affinity={})
-    with pytest.raises(InvalidConfig, match="another process can import"):
-        register_serverless()(lambda trajectory: 1.0)
