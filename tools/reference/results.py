@@ -1,11 +1,12 @@
-"""The tables of results, made of what `tangram bench all --json` printed: those with a goal in the README, all of them
-on a page of their own.
+"""The tables of results, from what `tangram bench all --json` printed: headlines in the README, everything on a page.
 
-Owns that page, and the words between the markers of the README. The numbers live in docs/reference/results.jsonl, one
+Owns that page, and the text between the markers of the README. The numbers are in docs/reference/results.jsonl, one
 benchmark a line.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,26 +16,60 @@ from tangram.errors import InvalidConfig
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
-HEAD = """Each number is *measured* (real execution on two cores), *emulated* (likewise, with device speeds that are
-stated) or *simulated* (virtual time), with all sides in one run on the same work; an interval is over seeds.
-`tangram bench NAME` reproduces a row.
-[Benchmarks](docs/reference/benchmarks.md) says what each one means, and [all results](docs/reference/results.md) has
-what is printed beside these."""
+HEAD = """*Measured*: real execution on two cores. *Emulated*: real code, stated device speeds. *Simulated*:
+virtual time. Both sides of a ratio run in one command on the same work; intervals are 95 % over seeds. ACT is the
+action completion time: from submission to the end, waiting included. [All results](docs/reference/results.md) with
+their goals; [what each benchmark measures](docs/reference/benchmarks.md)."""
+
+
+class Headline(NamedTuple):
+    """One row of the README: `text` with the numbers of `metrics` of one benchmark filled in."""
+
+    benchmark: str
+    claim: str
+    text: str
+    metrics: tuple[str, ...]
+
+
+HEADLINES = (
+    Headline(
+        "reservation", "Coding agents, real sandboxes: mean ACT against a core reserved per trajectory",
+        "{} lower, p99 {}", ("act_ratio", "p99_ratio"),
+    ),
+    Headline("reservation", "The same agents: duration of an RL step", "{} shorter", ("step_ratio",)),
+    Headline("sizing", "Cores and devices saved at the same mean ACT", "{} and {}", ("cores_saved", "devices_saved")),
+    Headline(
+        "ladder", "Training throughput, asynchronous against synchronous and one-off", "{} and {}",
+        ("rollart_vs_sync", "rollart_vs_one_off"),
+    ),
+    Headline(
+        "learning", "Held-out reward of three tasks after {} s of training together", "{}, {} and {}",
+        ("seconds_mix", "mix_frozenlake", "mix_codefix", "mix_lookup"),
+    ),
+    Headline(
+        "exec", "Opening a sandbox; overhead of a command in it (p50)", "{} ms; {} ms",
+        ("open_ms_p50", "overhead_ms_p50"),
+    ),
+    Headline("http", "Journalled actions through the shared service", "{} per second", ("actions_per_s",)),
+    Headline(
+        "durability", "Acknowledged actions lost, or run twice, when the service is killed", "{} and {}",
+        ("lost", "run_twice"),
+    ),
+)  # fmt: skip
+
+RATIOS = ("_ratio", "_vs_sync", "_vs_one_off")
+"""Ends of names whose numbers are ratios of the two sides."""
 
 PAGE = """# Results
 
 Each number is *measured* (real execution on two cores), *emulated* (likewise, with device speeds that are stated) or
 *simulated* (virtual time), with all sides in one run on the same work; an interval is over seeds.
 [Benchmarks](benchmarks.md) says what each one means. `tangram bench NAME` reproduces a table;
-`tangram bench all --json > docs/reference/results.jsonl` and `make docs` write this page anew.
+`tangram bench all --json > docs/reference/results.jsonl` and `make docs` write this page again.
+
+`act_ratio` compares means, which short calls dominate; `p99_ratio` compares the p99. `weighted_act_ratio` weights every
+action by its own length: below 1, long calls take longer than in pods, so they pay for the short ones.
 """
-
-TAIL = """`act_ratio` is of the mean, which short calls make; `p99_ratio` is of the p99. `weighted_act_ratio` counts
-every action by its own length: where it is below 1, long calls take longer than in pods, so they pay for the short
-ones."""
-
-BESIDE: dict[str, tuple[str, ...]] = {"act_ratio_": ("p99_ratio_", "weighted_act_ratio_")}
-"""Which metrics a mean must not be read without; the number of cores follows each name."""
 
 BEST: dict[str, tuple[str, ...]] = {
     "act_ratio_": ("ceiling_ratio_",),
@@ -47,12 +82,35 @@ DIGITS_MAX = 6
 
 
 def with_results(readme: str, lines: bytes) -> str:
-    """The README with its table made anew."""
+    """The README with its headlines replaced."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise InvalidConfig("README.md", "no markers", f"{BEGIN} and {END} around the table of results")
-    return f"{before}{BEGIN}\n{HEAD}\n\n{table(_results(lines))}\n\n{TAIL}\n{END}{after}"
+    return f"{before}{BEGIN}\n{HEAD}\n\n{headlines(_results(lines))}\n{END}{after}"
+
+
+def headlines(results: list[BenchResult]) -> str:
+    """A row for each headline whose benchmark is among the results."""
+    result_by_name = {result.name: result for result in results}
+    rows = ["| | result | command |", "|---|---|---|"]
+    for row in HEADLINES:
+        if result := result_by_name.get(row.benchmark):
+            numbers = [_told(result, name) for name in row.metrics]
+            first = row.claim.count("{}")
+            claim, text = row.claim.format(*numbers[:first]), row.text.format(*numbers[first:])
+            rows.append(f"| {claim} | {text} ({result.label}) | `tangram bench {row.benchmark}` |")
+    return "\n".join(rows)
+
+
+def _told(result: BenchResult, name: str) -> str:
+    value = result.metrics[name]
+    if name.endswith("_saved"):
+        return f"{value:.0%}"
+    if not name.endswith(RATIOS):
+        return number(value)
+    low, high = result.spread[name]
+    return f"{number(value, 2)}× ({number(low, 2)}-{number(high, 2)})"
 
 
 def results_page(note: str, lines: bytes) -> str:
@@ -72,17 +130,6 @@ def _section(result: BenchResult) -> str:
     parts += [f"Settings: {settings}."] if settings else []
     parts += ["\n".join(f"- {note}" for note in result.notes)] if result.notes else []
     return "\n\n".join(parts) + "\n"
-
-
-def table(results: list[BenchResult]) -> str:
-    """One row for each metric that has a goal to be met, followed by those that belong beside it."""
-    rows = ["| benchmark | metric | result | 95 % | goal |", "|---|---|---|---|---|"]
-    for result in results:
-        goals = [name for name, goal in result.goals.items() if goal.value is not None]
-        names = [near for name in goals for near in (name, *_related(name, BESIDE))]
-        label = f"| `{result.name}` ({result.label}) "
-        rows += [label + _row(result, name) for name in names if name in result.metrics]
-    return "\n".join(rows)
 
 
 def _related(name: str, families: dict[str, tuple[str, ...]]) -> list[str]:
