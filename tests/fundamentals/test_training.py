@@ -102,7 +102,7 @@ def _fork_server() -> Iterator[None]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has ended. No test changes it."""
     folder = tmp_path_factory.mktemp("training")
-    over = asyncio.run(train(settings_of(folder), folder / "run"))
+    over = asyncio.run(train(settings_of(folder, "training.mode=one-off"), folder / "run"))
     assert (over.cause, over.step) == ("steps", STEPS)
     return folder / "run"
 
@@ -114,12 +114,12 @@ def lines_of(run: Path, kind: type[AnyLine]) -> list:
 def test_1_settings_are_checked_before_anything_starts(tmp_path: Path) -> None:
     """A key that does not exist is an error, not a default, and combinations that would train on wrong numbers raise as
     well: samples of older weights need a correction."""
-    assert settings_of(tmp_path, "training.staleness=2").training.alpha == 2
+    assert settings_of(tmp_path, "training.batch=8").training.batch == 8
     with pytest.raises(InvalidConfig, match="staleness"):
         settings_of(tmp_path, "training.stalenes=2")
     with pytest.raises(InvalidConfig, match="a ratio of 1"):
         settings_of(tmp_path, "objective.correction=none")
-    assert settings_of(tmp_path, "objective.correction=none", "training.staleness=0").training.alpha == 0
+    settings_of(tmp_path, "objective.correction=none", "training.mode=sync")  # all samples are of the same weights
 
 
 def test_2_a_run_is_a_sequence_of_gradient_steps(finished: Path) -> None:
@@ -132,23 +132,21 @@ def test_2_a_run_is_a_sequence_of_gradient_steps(finished: Path) -> None:
     assert all(0.0 <= line.tasks["polite"].reward <= 1.0 for line in trained)
 
 
-def test_3_no_sample_is_older_than_alpha(finished: Path) -> None:
-    """Generation continues while the trainer computes, so a sample can be older than the weights that it trains. Its
-    staleness is the number of versions in between, and α, by default 1, bounds it."""
-    began = lines_of(finished, Began)[0]
-    assert began.alpha == 1
-    for line in lines_of(finished, Trained):
-        assert len(line.staleness) <= began.alpha + 1  # how many trajectories have staleness 0, how many have 1
-    assert lines_of(finished, Trained)[0].staleness == (8,)  # there was no older version
+def test_3_a_sample_can_be_older_than_the_weights_that_it_trains(finished: Path) -> None:
+    """In mode `one-off` the engine plays the next batch while the trainer computes. The staleness of a sample is the
+    number of versions in between: 0 for the first batch, exactly 1 for all others."""
+    first, second, third = (line.staleness for line in lines_of(finished, Trained))
+    assert first == (8,)  # eight trajectories of staleness 0
+    assert second == third == (0, 8)  # none of staleness 0, eight of staleness 1
 
 
-def test_4_the_mode_decides_what_runs_at_the_same_time(tmp_path: Path) -> None:
-    """In mode `one-off` the next batch is played while the trainer computes, always by the weights before. Every batch
-    but the first is exactly one version old, and `sync+`, which plays and trains in turn, would have none of these."""
-    settings = settings_of(tmp_path, "training.mode=one-off", "evaluation.every=0")
-    asyncio.run(train(settings, tmp_path / "run"))
-    assert [line.staleness for line in lines_of(tmp_path / "run", Trained)] == [(8,), (0, 8), (0, 8)]
-    assert settings_of(tmp_path, "training.mode=sync+").training.alpha == 0
+def test_4_alpha_bounds_the_staleness(tmp_path: Path) -> None:
+    """The mode decides what runs at the same time, and with it α, the largest staleness. In the default mode, in which
+    trajectories continue across updates of the weights, `training.staleness` sets α."""
+    modes = {mode: settings_of(tmp_path, f"training.mode={mode}").training for mode in ("sync", "sync+", "one-off")}
+    assert {mode: training.alpha for mode, training in modes.items()} == {"sync": 0, "sync+": 0, "one-off": 1}
+    default = settings_of(tmp_path, "training.staleness=2").training
+    assert (default.alpha, default.bounds_age) == (2, True)
 
 
 def test_5_metrics_are_the_one_record_of_a_run(finished: Path) -> None:
@@ -185,13 +183,15 @@ def test_7_a_folder_with_a_run_is_never_overwritten(finished: Path, tmp_path: Pa
 
 
 def test_8_a_resumed_run_continues_from_its_last_checkpoint(finished: Path, tmp_path: Path) -> None:
-    """Steps, time and the numbers of groups continue where the checkpoint was made: no step is missing, and no sample
-    is trained on twice."""
+    """Steps and the numbers of groups continue: no step is missing, and no sample is trained on twice. The mode may
+    change; here the asynchronous default takes over and keeps its bound."""
     run = shutil.copytree(finished, tmp_path / "run")
     over = asyncio.run(train(settings_of(tmp_path, "training.steps=5"), run, resume=True))
     assert over.step == 5
-    assert [Path(line.resumed_from).name for line in lines_of(run, Began)] == ["", f"{STEPS:08d}"]
+    before, after = lines_of(run, Began)
+    assert (before.resumed_from, Path(after.resumed_from).name) == ("", "00000003")
     trained = lines_of(run, Trained)
     assert [line.step for line in trained] == [1, 2, 3, 4, 5]
+    assert all(len(line.staleness) <= after.alpha + 1 for line in trained)
     groups = [number for line in trained for number in line.groups]
     assert len(groups) == len(set(groups)) == 2 * 5
