@@ -1,4 +1,4 @@
-"""A rollout in eight short steps. Read from top to bottom; `test_core.py` comes before.
+"""A rollout in eight short steps. Read from top to bottom; `test_server.py` comes before.
 
 An environment is one episode in text. An engine continues tokens. A rollout plays groups of episodes between the two,
 each at its own pace, and returns trajectories with rewards. The engine here follows a script, so nothing is sampled
