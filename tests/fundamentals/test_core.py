@@ -1,4 +1,4 @@
-"""The core in ten short steps. Read from top to bottom.
+"""The core in ten short steps. Read from top to bottom; `test_server.py` comes next.
 
 A `Scheduler` takes one event at a time, with the time at which it happened, and returns effects: what is to be done
 now. It never waits, never reads a clock and never runs anything, so a test can play all other parts: the agents that
@@ -124,7 +124,7 @@ def test_5_two_runs_share_fairly_however_much_one_of_them_submits() -> None:
     assert running == {"busy": 2, "modest": 2}
 
 
-def test_6_short_actions_go_first_but_nobody_waits_for_ever() -> None:
+def test_6_short_actions_go_first_but_no_action_waits_for_ever() -> None:
     scheduler = Scheduler(policy("adaptive"), cpu_node("node", cores=1), limits=Limits(ageing_s=100.0))
     order = []
 
