@@ -7,8 +7,13 @@ red test is red again on the next machine. HYPOTHESIS_PROFILE=dev searches at ra
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
+
+# A shell starts its background jobs with SIGINT ignored, and ignored signals are inherited: tests of interrupts would
+# then wait for processes that never receive one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing here about the code: tests share machines of unknown speed, and timing
 # belongs in benchmarks.
