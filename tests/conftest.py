@@ -6,6 +6,7 @@ red test is red again on the next machine. HYPOTHESIS_PROFILE=dev searches at ra
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -22,3 +23,9 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", UNTIMED, derandomize=True, database=None, max_examples=100, print_blob=True)
 settings.register_profile("dev", UNTIMED, derandomize=False, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempts the test modules and their imports from garbage collection: a full collection would visit all of them."""
+    gc.collect()
+    gc.freeze()
