@@ -169,7 +169,7 @@ def test_what_makes_no_module_is_found_at_the_beginning(engine: TorchEngine, com
             {},
             "a factory: .* module tests.managers.models.modules, which has no Missing",
         ),
-        ("tests.models.missing:Tied", {}, "a factory: .* there is no tests.models.missing"),
+        ("tests.managers.models.missing:Tied", {}, "a factory: .* there is no tests.managers.models.missing"),
         ("Tied", {}, "a factory: expected 'module:name', got 'Tied'"),
         (
             "tests.managers.models.modules:Tied",
