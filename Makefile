@@ -29,6 +29,10 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
+# Images of containers often forbid bytecode files. Without them every process compiles all that it imports, and every
+# worker of the tests rewrites all assertions, which is a third of the CPU time of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help run mixed test test-cgroup-v2 lint bench docs clean
 help: ## list the verbs
 	@echo "make VERB [ARGS=...]"

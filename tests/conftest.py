@@ -6,9 +6,15 @@ red test is red again on the next machine. HYPOTHESIS_PROFILE=dev searches at ra
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
+
+# A shell starts its background jobs with SIGINT ignored, and ignored signals are inherited: tests of interrupts would
+# then wait for processes that never receive one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing here about the code: tests share machines of unknown speed, and timing
 # belongs in benchmarks.
@@ -17,3 +23,9 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", UNTIMED, derandomize=True, database=None, max_examples=100, print_blob=True)
 settings.register_profile("dev", UNTIMED, derandomize=False, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempts the test modules and their imports from garbage collection: a full collection would visit all of them."""
+    gc.collect()
+    gc.freeze()

@@ -89,27 +89,27 @@ def small(name: str) -> BenchResult:
     return result
 
 
-@pytest.mark.parametrize("name", GOALS)
-def test_every_promised_metric_is_there_with_its_goal(name: str) -> None:
-    result = small(name)
-    for metric, goal in GOALS[name].items():
+@pytest.fixture(scope="module", params=GOALS)
+def result(request: pytest.FixtureRequest) -> BenchResult:
+    """A fixture of the module, so that the tests of one benchmark run one after the other, in one worker."""
+    return small(request.param)
+
+
+def test_every_promised_metric_is_there_with_its_goal(result: BenchResult) -> None:
+    for metric, goal in GOALS[result.name].items():
         assert result.goals[metric] == goal
         assert metric in result.metrics
 
 
-@pytest.mark.parametrize("name", GOALS)
-def test_every_number_is_finite_and_within_its_interval(name: str) -> None:
-    result = small(name)
+def test_every_number_is_finite_and_within_its_interval(result: BenchResult) -> None:
     assert all(math.isfinite(value) for value in result.metrics.values())
     for metric, (low, high) in result.spread.items():
         assert low <= result.metrics[metric] <= high
 
 
-@pytest.mark.parametrize("name", GOALS)
-def test_a_result_says_what_it_is_and_what_it_depends_on(name: str) -> None:
-    result = small(name)
-    assert result.name == name
-    assert result.label == ("measured" if name == "scheduler-cost" else "simulated")
+def test_a_result_says_what_it_is_and_what_it_depends_on(result: BenchResult, request: pytest.FixtureRequest) -> None:
+    assert result.name == request.node.callspec.params["result"]
+    assert result.label == ("measured" if result.name == "scheduler-cost" else "simulated")
     assert result.settings and result.notes
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fork_servers import pooled_for_models
 from tests.managers.models.bytes_engine import BytesEngine
 
 from tangram.core.action import Action
@@ -142,3 +143,9 @@ class Flag:
 @pytest.fixture
 def flag(tmp_path: Path) -> Flag:
     return Flag(tmp_path / "flag")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_servers() -> Iterator[None]:
+    with pooled_for_models():
+        yield

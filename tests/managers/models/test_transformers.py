@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fork_servers import pooled_for_models
 from tests.managers.models.conftest import Rig, devices, run
 
 from tangram.errors import InvalidAction
@@ -22,6 +24,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is an ex
 
 VOCABULARY, PLACES = 64, 128
 ROWS = [[5, 9, 23, 7], [11, 3], [40, 41, 42, 43, 44, 45]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_servers() -> Iterator[None]:
+    """In the place of that of the folder: transformers imports a kind of model when it is first used."""
+    with pooled_for_models("transformers.models.qwen2.modeling_qwen2", "transformers.generation.utils"):
+        yield
 
 
 def config(**fields: Any) -> Any:

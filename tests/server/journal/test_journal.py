@@ -500,6 +500,20 @@ async def crash_after_each_of_some_operations(path: Path, aside: Path) -> list[t
     return states
 
 
+WAL_HEADER, FRAME_HEADER = 32, 24
+"""Bytes, as the file format of SQLite says; a page follows each header of a frame."""
+STRIDE = 11
+"""It divides no size of a page, so that cuts within pages fall on different places of each."""
+
+
+def cuts_of(log: bytes) -> list[int]:
+    """Every byte of the headers, both sides of every boundary between a header and a page, and a stride in between."""
+    frame = FRAME_HEADER + int.from_bytes(log[8:12], "big")
+    begins = range(WAL_HEADER, len(log) + 1, frame)
+    edges = [*range(WAL_HEADER), *(begin + at for begin in begins for at in range(-2, FRAME_HEADER + 2))]
+    return sorted({size for size in (*edges, *range(0, len(log), STRIDE)) if 0 <= size <= len(log)})
+
+
 def test_a_log_cut_at_any_byte_is_read_up_to_the_last_whole_commit(memory_path: Path) -> None:
     found(memory_path)
     shrink_pages(memory_path)
@@ -514,7 +528,7 @@ def test_a_log_cut_at_any_byte_is_read_up_to_the_last_whole_commit(memory_path: 
     ]
     database, log = aside.read_bytes(), wal_of(aside).read_bytes()
     cut = memory_path.with_name("cut")
-    for size in range(len(log) + 1):
+    for size in cuts_of(log):
         cut.write_bytes(database)
         wal_of(cut).write_bytes(log[:size])
         store = journal_store.Store(cut, power=False)
