@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tangram.client.client import Client, connect
 from tangram.client.sandbox import Sandbox
 from tangram.client.sync import connect_sync
 from tangram.core.action import Status
+from tangram.core.messages import Effect, Event
+from tangram.core.scheduler import Scheduler
 from tangram.errors import AdmissionRefused, TangramError
 
 Connected = Callable[..., None]
@@ -178,14 +181,20 @@ def test_a_call_from_a_listener_without_await_is_refused_instead_of_waiting_for_
     assert len(said) == 3
 
 
-def test_a_bug_that_ends_the_connection_without_await_is_told_and_not_waited_for() -> None:
+def test_a_bug_that_ends_the_connection_without_await_is_told_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def divide(scheduler: Scheduler, event: Event, now: float) -> list[Effect]:
+        return [1 // 0]  # type: ignore[list-item]
+
     t = connect_sync(backend="process")
     box = t.__enter__().sandbox().__enter__()
-    orchestrator = t._wrapped._transport.orchestrator  # type: ignore[attr-defined]
-    orchestrator.decider.handle = lambda event, now: 1 // 0
+    (thread,) = (each for each in threading.enumerate() if each.name == "tangram")
+    monkeypatch.setattr(Scheduler, "handle", divide)
     with pytest.raises(ZeroDivisionError):
         box.exec("true")
-    t._portal._thread.join(60)
+    thread.join(60)
+    assert not thread.is_alive()
     with pytest.raises(TangramError, match="the connection is closed"):
         box.exec("true")
     with pytest.raises(ZeroDivisionError):

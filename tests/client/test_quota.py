@@ -17,8 +17,9 @@ from tangram.bench.quota_server import BUCKET, FIXED, Gate, ServerProcess
 from tangram.client import api as api_module
 from tangram.client import transport as transport_module
 from tangram.client.api import Answer, Api
+from tangram.client.transport import LocalTransport
 from tangram.core.action import State
-from tangram.core.scheduler import Statistics
+from tangram.core.scheduler import Scheduler, Statistics
 from tangram.errors import (
     ActionLost,
     ActionTimedOut,
@@ -51,13 +52,15 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def scheduler(t: Client) -> Any:
-    return t._transport.orchestrator.decider  # type: ignore[attr-defined]
+def scheduler(t: Client) -> Scheduler:
+    assert isinstance(t.transport, LocalTransport)
+    decider = t.transport.orchestrator.decider
+    assert isinstance(decider, Scheduler)
+    return decider
 
 
 def statistics(t: Client) -> Statistics:
-    found: Statistics = scheduler(t).statistics()
-    return found
+    return scheduler(t).statistics()
 
 
 def stopping(t: Client) -> int:

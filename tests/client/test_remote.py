@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tests.client.conftest import why_not
 from tests.managers.models.bytes_engine import expected
-from tests.server.shared import serving, shared
+from tests.server.shared import serving, shared, wire_of
 
 import tangram
 from tangram import Quota, Rate
@@ -41,7 +41,7 @@ def play(folder: Path, test: Callable[[Client], Awaitable[None]], **options: Any
 
 async def until_running(t: Client) -> None:
     """Until the service runs an action."""
-    while b'"running_total":1' not in await t._transport.wire.ask("GET", "/v1/view"):  # type: ignore[attr-defined]  # noqa: ASYNC110
+    while b'"running_total":1' not in await wire_of(t).ask("GET", "/v1/view"):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -92,7 +92,7 @@ def test_whoever_holds_a_quota_and_falls_silent_loses_it(tmp_path: Path, monkeyp
         async with asyncio.timeout(DEADLINE_S), shared(tmp_path, quotas=[SEARCH], limits=limits, clock=clock) as t:
             demand = {"pools": {"search": {"min": 2, "max": 2}}}
             body = {"id": "silent", "work": {"type": "Hold"}, "demand": demand}
-            wire = t._transport.wire  # type: ignore[attr-defined]
+            wire = wire_of(t)
             assert b"settled" not in await wire.ask("POST", "/v1/actions", body, wait_s=0.0)
             clock.set(0.3)
             async with t.quota("search", requests=2, deadline_s=DEADLINE_S):
@@ -125,7 +125,7 @@ def test_a_sandbox_that_nobody_uses_is_closed(tmp_path: Path, monkeypatch: pytes
     clock = SimClock()
 
     async def test(t: Client) -> None:
-        ask = t._transport.wire.ask  # type: ignore[attr-defined]
+        ask = wire_of(t).ask
         async with t.sandbox() as used, t.sandbox() as unused:
             busy = asyncio.create_task(used.exec("sleep 60"))
             await until_running(t)
@@ -171,7 +171,7 @@ async def admin_and(folder: Path, *runs: str, **options: Any) -> AsyncIterator[l
     async with AsyncExitStack() as stack:
         up = await stack.enter_async_context(serving(folder / "service", admin_token_file=str(path), **options))
         admin = await stack.enter_async_context(connect(up.address, token=ADMIN))
-        wire = admin._transport.wire  # type: ignore[attr-defined]
+        wire = wire_of(admin)
         clients = [admin]
         for run in runs:
             made = msgspec.json.decode(await wire.ask("POST", f"/v1/runs/{run}", {"weight": 2.0}))
@@ -206,7 +206,7 @@ def test_a_run_works_in_its_own_name_and_no_other(tmp_path: Path) -> None:
 def test_a_run_that_is_revoked_loses_all_that_it_has(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math") as (admin, math):
-            wire = admin._transport.wire  # type: ignore[attr-defined]
+            wire = wire_of(admin)
             box = await math.sandbox().__aenter__()
             running = asyncio.create_task(box.exec("sleep 60"))
             while b'"running_total":1' not in await wire.ask("GET", "/v1/view"):  # noqa: ASYNC110
@@ -226,7 +226,7 @@ def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", cores=8) as (admin, math):
-            ask, said = admin._transport.wire.ask, math._transport.wire.ask  # type: ignore[attr-defined]
+            ask, said = wire_of(admin).ask, wire_of(math).ask
 
             async def cap(running_max: int | None) -> None:
                 await ask("PATCH", "/v1/runs/math", {"weight": 1.0, "caps": {"running_max": running_max}})
@@ -264,7 +264,7 @@ def test_a_cap_may_change_while_actions_are_under_way(tmp_path: Path) -> None:
 def test_a_cap_on_what_runs_does_not_count_as_a_share_of_what_others_want(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", cores=8) as (admin, math):
-            ask = admin._transport.wire.ask  # type: ignore[attr-defined]
+            ask = wire_of(admin).ask
             await ask("PATCH", "/v1/runs/math", {"weight": 1.0, "caps": {"running_max": 1}})
             async with math.sandbox() as box:
                 running = asyncio.create_task(box.exec("sleep 60", cpus=1))
@@ -281,7 +281,7 @@ def test_a_cap_on_what_runs_does_not_count_as_a_share_of_what_others_want(tmp_pa
 def test_the_admin_ends_one_thing_of_a_run_in_its_name(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math", "code") as (admin, math, code):
-            ask = admin._transport.wire.ask  # type: ignore[attr-defined]
+            ask = wire_of(admin).ask
             async with math.sandbox() as box:
                 running = asyncio.create_task(box.exec("sleep 60"))
                 while b'"running_total":1' not in await ask("GET", "/v1/view"):  # noqa: ASYNC110
@@ -289,7 +289,7 @@ def test_the_admin_ends_one_thing_of_a_run_in_its_name(tmp_path: Path) -> None:
                 with pytest.raises(ManagerError, match="there is no sandbox"):
                     await ask("DELETE", f"/v1/sandboxes/{box.name}")
                 with pytest.raises(ManagerError, match="there is no sandbox"):
-                    await code._transport.wire.ask("DELETE", f"/v1/sandboxes/{box.name}", run="math")  # type: ignore[attr-defined]
+                    await wire_of(code).ask("DELETE", f"/v1/sandboxes/{box.name}", run="math")
                 await ask("DELETE", f"/v1/sandboxes/{box.name}", run="math")
                 assert (await running).status is not Status.SUCCEEDED
 
@@ -299,14 +299,14 @@ def test_the_admin_ends_one_thing_of_a_run_in_its_name(tmp_path: Path) -> None:
 def test_a_run_gets_another_token_and_keeps_all_that_it_has(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), admin_and(tmp_path, "math") as (admin, math):
-            wire = admin._transport.wire  # type: ignore[attr-defined]
+            wire = wire_of(admin)
             box = await math.sandbox().__aenter__()
             await box.write("a", "kept")
             renewed = msgspec.json.decode(await wire.ask("POST", "/v1/runs/math/token"))
             with pytest.raises(ManagerError, match="does not know this token"):
                 await box.read("a")
             async with connect(wire.url, token=renewed["token"]) as again:
-                ask = again._transport.wire.ask  # type: ignore[attr-defined]
+                ask = wire_of(again).ask
                 assert await ask("GET", f"/v1/sandboxes/{box.name}/files", path="a") == b"kept"
 
     asyncio.run(main())
@@ -379,7 +379,7 @@ def test_leaving_the_connection_ends_what_it_has_there(tmp_path: Path) -> None:
                 await until_running(t)
             assert (await running).status is Status.CANCELLED
             async with connect(up.address) as t:
-                found = await t._transport.wire.ask("GET", "/v1/sandboxes")  # type: ignore[attr-defined]
+                found = await wire_of(t).ask("GET", "/v1/sandboxes")
                 assert found == b'{"sandboxes":[]}'
 
     asyncio.run(main())
@@ -402,7 +402,7 @@ def test_whoever_leaves_while_the_service_is_down_does_not_wait_for_each_thing_i
                 t = await clients.enter_async_context(connect(up.address))
                 for _ in range(8):
                     await clients.enter_async_context(t.sandbox())
-            wire = t._transport.wire  # type: ignore[attr-defined]
+            wire = wire_of(t)
             patient = wire.until_answered
 
             async def noted(once: Any, patience_s: float | None = None) -> Any:

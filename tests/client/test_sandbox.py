@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.chaos.conftest import first_processes
 
 from tangram.client.client import Client
 from tangram.client.sync import connect_sync
@@ -313,22 +315,21 @@ def test_root_inside_is_nobody_outside(connected: Connected) -> None:
     connected(test)
 
 
-@pytest.mark.parametrize("transport", ["embedded"], indirect=True)  # it looks into the manager
 def test_a_sandbox_whose_first_process_is_killed_is_lost_and_others_live(connected: Connected) -> None:
     async def test(t: Client) -> None:
-        async with t.sandbox(memory="128MiB") as box, t.sandbox(memory="128MiB") as other:
-            manager = t._transport.orchestrator.any_manager  # type: ignore[attr-defined]
-            init = manager._sandboxes[box.name].init
-            running = asyncio.create_task(box.exec("sleep 60"))
-            while not (await other.exec("true")).ok or manager._sandboxes[box.name].group.processes()[2:] == []:
-                pass
-            os.kill(init, 9)
-            assert (await running).status is Status.LOST
-            later = await box.exec("true")
-            assert later.status is Status.LOST and "gone" in later.reason
-            with pytest.raises(ActionLost):
-                later.check()
-            assert (await other.exec("echo alive")).stdout == "alive\n"
+        async with t.sandbox(memory="128MiB") as box:
+            [first] = first_processes()
+            async with t.sandbox(memory="128MiB") as other:
+                running = asyncio.create_task(box.exec("touch begun; sleep 60"))
+                while "begun" not in [entry.name for entry in await box.list(".")]:
+                    pass
+                os.kill(first, signal.SIGKILL)
+                assert (await running).status is Status.LOST
+                later = await box.exec("true")
+                assert later.status is Status.LOST and "gone" in later.reason
+                with pytest.raises(ActionLost):
+                    later.check()
+                assert (await other.exec("echo alive")).stdout == "alive\n"
 
     connected(test)
 

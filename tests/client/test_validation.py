@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tangram.client.client import Client, connect
-from tangram.client.sandbox import Sandbox
 from tangram.client.sync import connect_sync
+from tangram.client.transport import Pending
+from tangram.core.action import Action
 from tangram.core.demand import CPU
 from tangram.errors import FileFailed, InvalidAction, InvalidConfig, InvalidInput, ManagerError
 
@@ -210,20 +211,18 @@ def test_a_connection_that_fails_to_open_leaves_no_recording(tmp_path: Path) -> 
 
 
 def test_a_session_command_takes_what_others_take(plain: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
-    submitted = []
-    submit = Sandbox._submit
-
-    def seen(box: Sandbox, action: Any, *rest: Any) -> Any:
-        submitted.append(action)
-        return submit(box, action, *rest)
-
-    monkeypatch.setattr(Sandbox, "_submit", seen)
-
     async def test(t: Client) -> None:
         from tangram import Amdahl
 
         law = Amdahl(0.5)
+        submit, submitted = t.transport.submit, []
+
+        def seen(action: Action, *rest: Any) -> Pending:
+            submitted.append(action)
+            return submit(action, *rest)
+
         async with t.sandbox() as box, box.session() as shell:
+            monkeypatch.setattr(t.transport, "submit", seen)
             await shell.exec("x=1", cpus=(1, 2), deadline_s=50, priority=7, speedup=law, key="k")
             action = submitted[0]
             assert (action.deadline_s, action.priority, action.key) == (50, 7, "k")

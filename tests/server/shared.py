@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tangram.client.client import Client, connect
+from tangram.client.remote import RemoteTransport, Wire
 from tangram.clock import Clock
 from tangram.config import (
     Config,
@@ -84,6 +85,12 @@ async def shared(folder: Path, **options: Any) -> AsyncIterator[Client]:
     """A connection to a service of its own."""
     async with serving(folder, **options) as up, connect(up.address) as client:
         yield client
+
+
+def wire_of(client: Client) -> Wire:
+    """The HTTP connection of a client to its service."""
+    assert isinstance(client.transport, RemoteTransport)
+    return client.transport.wire
 
 
 @asynccontextmanager

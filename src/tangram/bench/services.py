@@ -25,6 +25,7 @@ import msgspec
 from tangram.bench.base import PRINTED, BenchResult, Findings, Progress, at_least, at_most, paired_values
 from tangram.bench.services_engine import content
 from tangram.client.client import Client, connect
+from tangram.client.transport import LocalTransport
 from tangram.managers.models import Emulated, ModelManager, Service
 from tangram.managers.work import MIB
 
@@ -124,9 +125,8 @@ async def _call(t: Client, at: float, name: str, seconds: float, checksum: int) 
 
 
 def _models(t: Client) -> ModelManager:
-    models = t._transport._models  # type: ignore[attr-defined]
-    assert isinstance(models, ModelManager)
-    return models
+    assert isinstance(t.transport, LocalTransport) and t.transport.models is not None
+    return t.transport.models
 
 
 async def _bandwidth(sizes: Sizes) -> float:

@@ -102,6 +102,11 @@ class Client:
             await self._http.close()
             self._stack.close()
 
+    @property
+    def transport(self) -> Transport:
+        """Carries the actions of this client: a LocalTransport, or a RemoteTransport after `connect(url)`."""
+        return self._transport
+
     # ---- sandboxes ----
 
     def sandbox(

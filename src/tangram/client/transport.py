@@ -114,7 +114,8 @@ class LocalTransport:
     def __init__(self, orchestrator: Orchestrator, quotas: QuotaManager, models: ModelManager | None = None) -> None:
         self.orchestrator = orchestrator
         self._quotas = quotas
-        self._models = models
+        self.models = models
+        """Of the services of `connect(services=...)`; None without any."""
 
     def submit(self, action: Action, work: Work, output: Output | None = None) -> Pending:
         return LocalPending(self.orchestrator, self.orchestrator.submit(action, work, output))
@@ -132,9 +133,9 @@ class LocalTransport:
         return self._quotas.get(name)
 
     def service(self, name: str) -> Service:
-        if self._models is None:
+        if self.models is None:
             raise InvalidAction("service", name, "one of connect(services=...), and this connection was given none")
-        return self._models.service(name)
+        return self.models.service(name)
 
     def let_go(self, action: str, spent: dict[str, int] | None) -> None:
         self._quotas.let_go(action, spent)

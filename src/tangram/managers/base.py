@@ -164,3 +164,7 @@ class Manager(Executor, Files, Images, Protocol):
     backend: str
     isolates: bool
     """Whether a program in a sandbox is kept from the machine and from other sandboxes."""
+
+    def sandboxes(self) -> tuple[str, ...]:
+        """Names of its sandboxes, oldest first."""
+        ...

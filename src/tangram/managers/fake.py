@@ -421,6 +421,9 @@ class FakeManager:
     def pools(self) -> tuple[Pool, ...]:
         return self._pools
 
+    def sandboxes(self) -> tuple[str, ...]:
+        return tuple(self._boxes)
+
     def note(self, what: str, subject: str, detail: object = None) -> None:
         self.calls.append(Call(asyncio.get_running_loop().time(), what, subject, detail))
 

@@ -135,7 +135,7 @@ class Orchestrator:
         self._executors = executors or {}
         """By the kind of work that they carry out, wherever it was granted. All other work is that of a manager."""
         self._clock = clock or WallClock()
-        self._observer = observer
+        self._observers: list[Observer] = [] if observer is None else [observer]
         self._memory = memory
         self._start_s = self._clock.now()
         self._tickets: dict[str, Ticket] = {}
@@ -288,6 +288,16 @@ class Orchestrator:
         self.reserve(sandbox, memory_mib, run, node)
         self._node_by_sandbox[sandbox] = node
 
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Calls `observer` after those before it, for every event from now on. Returns a function that removes it."""
+        self._observers.append(observer)
+
+        def remove() -> None:
+            if observer in self._observers:
+                self._observers.remove(observer)
+
+        return remove
+
     def tell(self, event: Event) -> None:
         """What an executor has to say of its own accord: a pool that changed, a service that was loaded."""
         self._send(event)
@@ -332,8 +342,8 @@ class Orchestrator:
         now = self.now()
         try:
             effects = self.decider.handle(event, now)
-            if self._observer is not None:
-                self._observer(now, event, effects)
+            for observer in tuple(self._observers):
+                observer(now, event, effects)
             for effect in effects:
                 _EFFECTS[type(effect)](self, effect)
         except Exception as error:

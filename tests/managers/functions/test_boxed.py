@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.chaos.conftest import first_processes, is_exiting, seen
 from tests.managers.functions.conftest import DEADLINE_S, below, until
 
 import tangram
@@ -93,11 +96,6 @@ class Bench:
         self.try_call = functions.try_call
 
     @property
-    def calling(self) -> bool:
-        """Whether a function has been called, after it was imported."""
-        return any(lease._begun.is_set() for lease in self.boxed._leases)
-
-    @property
     def opened(self) -> int:
         """Sandboxes so far."""
         return len(self.memory.runs)
@@ -167,6 +165,11 @@ def held_programs() -> list[int]:
         if b"hold" in words and words[0] == b"python3":
             found.append(pid)
     return found
+
+
+def is_called() -> bool:
+    """Whether a function runs that has renamed its process to `called`."""
+    return any(seen(pid, "comm") == "called\n" for pid in below(os.getpid()))
 
 
 def failure(result: CallResult, kind: str) -> str:
@@ -430,6 +433,8 @@ def test_a_call_can_be_cancelled_while_it_runs_and_while_it_is_imported(run: Run
     def sleeps(seconds: float) -> float:
         import time
 
+        with open("/proc/self/comm", "w") as name:
+            name.write("called")
         time.sleep(seconds)
         return seconds
 
@@ -446,7 +451,7 @@ def test_a_call_can_be_cancelled_while_it_runs_and_while_it_is_imported(run: Run
     async def test(bench: Bench) -> None:
         for target, arguments in ((sleeps, (100.0,)), (slow, ())):
             task = asyncio.ensure_future(bench.try_call(target, *arguments))
-            await until(held_programs if target is slow else lambda: bench.calling)
+            await until(held_programs if target is slow else is_called)
             task.cancel()
             await asyncio.wait({task})
             assert task.cancelled() and bench.boxed.instances == 0
@@ -757,10 +762,9 @@ def test_a_call_whose_sandbox_is_lost_is_repeated_as_often_as_its_function_says(
         async def kill() -> None:
             """Every sandbox, as soon as it is there."""
             while True:
-                for sandbox in list(bench.manager._sandboxes.values()):  # type: ignore[attr-defined]
-                    if sandbox.init and sandbox.init not in killed:
-                        killed.add(sandbox.init)
-                        os.kill(sandbox.init, 9)
+                for process in set(first_processes()) - killed:
+                    killed.add(process)
+                    os.kill(process, signal.SIGKILL)
                 await asyncio.sleep(0.005)
 
         killing = asyncio.ensure_future(kill())
@@ -782,21 +786,21 @@ def test_a_call_whose_new_instance_dies_gets_another_one(
     def returns() -> int:
         return 1
 
-    killed: list[str] = []
+    killed: list[int] = []
     unpack = SandboxManager.unpack
 
-    async def kill(manager: SandboxManager, name: str) -> None:
-        sandbox = manager._sandboxes[name]
-        killed.append(name)
-        os.kill(sandbox.init, 9)
-        await until(sandbox.is_ending)
+    async def kill() -> None:
+        [process] = first_processes()
+        killed.append(process)
+        os.kill(process, signal.SIGKILL)
+        await until(lambda: is_exiting(process))
 
     async def unpack_and_kill(self: SandboxManager, sandbox: str, path: str, tar: BinaryIO) -> None:
         if moment == "before it is filled" and not killed:
-            await kill(self, sandbox)
+            await kill()
         await unpack(self, sandbox, path, tar)
         if not killed:
-            await kill(self, sandbox)
+            await kill()
 
     monkeypatch.setattr(SandboxManager, "unpack", unpack_and_kill)
 
@@ -821,7 +825,7 @@ def test_instances_that_a_dead_service_left_are_removed(tmp_path: Path, run: Run
             SandboxManager(state=state, node=NODE, owner="service") as manager,
             BoxedFunctionManager(manager, memory.reserve, memory.release),
         ):
-            assert list(manager._sandboxes) == ["run/kept"]
+            assert manager.sandboxes() == ("run/kept",)
             await manager.close_all()
 
     asyncio.run(inside())
@@ -1091,10 +1095,14 @@ def test_noise_is_output(noise: bytes, pieces: list[int]) -> None:
 @pytest.mark.parametrize("length", [0, 5, REPLY_BYTES_MAX, REPLY_BYTES_MAX + 1, 0xFFFFFFFF])
 def test_a_listener_keeps_no_more_than_an_answer_may_have(length: int) -> None:
     listener = heard(BEGIN + TOKEN.encode() + ANSWER + TOKEN.encode() + FRAME.pack(length), [])
+    tracemalloc.start()
     for _ in range(40):
         listener.feed(STDOUT, b"x" * MIB)
         listener.feed(STDERR, b"x" * MIB)
-    assert len(listener._frame) == FRAME.size + (length if length <= REPLY_BYTES_MAX else 0)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    wanted = length if length <= REPLY_BYTES_MAX else 0
+    assert wanted <= kept < 1.2 * wanted + 3 * MIB
     assert len(listener.executed(None).stderr) < MIB
     with pytest.raises(Garbled):
         listener.reply()

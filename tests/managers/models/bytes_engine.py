@@ -2,7 +2,7 @@
 
 The answer to a payload is a checksum of all bytes that lie on the devices, the payload, and how many payloads were in
 the call. Some payloads misbehave instead; `wait:FILE` and `stubborn:FILE` touch FILE when they have begun. `calls` is a
-file that is told all payloads.
+file that is told all payloads, `hoard` one that lets the engine fill its last device before its weights come.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class BytesEngine(Engine):
     def load(self, weights: Weights, devices: Sequence[Device]) -> list[memoryview]:
         self.note("load")
         views = []
+        if Path(self.faults.get("hoard", "/nowhere")).exists():
+            devices[-1].allocate(self.size)
         for block, pieces in place(weights, devices):
             with memoryview(block.memory) as whole:
                 offset = 0

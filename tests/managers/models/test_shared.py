@@ -81,16 +81,11 @@ def test_a_payload_that_kills_the_process_shuts_the_service_after_three_actions(
         for _ in range(2):
             lost = await t.infer("judge", "crash", run="B")
             assert (lost.status, lost.attempts) == (Status.LOST, 3)
-            assert not circuit(t).is_open
         assert (await t.infer("judge", "crash", run="B", idempotent=False)).status is Status.LOST
-        assert circuit(t).is_open
         refused = await t.infer("judge", "x", run="A")
         assert refused.status is Status.REFUSED and "failed 3 times in a row" in refused.reason
         with pytest.raises(AdmissionRefused, match="service judge: service judge failed 3 times"):
             refused.check()
-
-    def circuit(t: Client) -> Any:
-        return t._transport._models._circuits["judge"]  # type: ignore[attr-defined]
 
     play(tmp_path, test, service("judge"))
 

@@ -14,6 +14,7 @@ import pytest
 from tests.client.conftest import why_not
 
 from tangram.client.client import Client, connect
+from tangram.client.transport import LocalTransport
 from tangram.rl.environments.agents import agent_of
 from tangram.rl.environments.protocol import Environment, Outside, Step
 from tangram.rl.rollout.rewards import Played
@@ -43,8 +44,8 @@ async def connection(folder: Path, backend: str, **options: Any) -> AsyncIterato
 
 def sandboxes(client: Client) -> list[str]:
     """The names of those that live."""
-    [manager] = client._transport.orchestrator._managers.values()  # type: ignore[attr-defined]
-    return list(getattr(manager, "_sandboxes", None) or getattr(manager, "_boxes", {}))
+    assert isinstance(client.transport, LocalTransport)
+    return list(client.transport.orchestrator.any_manager.sandboxes())
 
 
 async def played(environment: Environment, agent: str, seed: int, client: Client | None) -> tuple[Played, list[Step]]:

@@ -179,8 +179,8 @@ def test_hostile_code_is_worth_nothing(tmp_path: Path, attack: str) -> None:
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client:
             environment = await opened(client)
-            assert environment._bench is not None
-            await environment._bench.box.write("right.py", RIGHT_FILE)
+            [box] = sandboxes(client)
+            await client.transport.files(box).write(box, "/work/right.py", RIGHT_FILE.encode(), mode=0o644)
             step = await environment.step(f"EDIT L1 {HOSTILE[attack]}")
             assert (step.reward, step.done) == (0.0, False), step.observation
             Words(CodeFix.words).observation(step.observation, first=False)
@@ -214,7 +214,8 @@ def test_the_verdict_sees_nothing_of_what_ran_before(tmp_path: Path) -> None:
         async with connection(tmp_path, "sandbox") as client:
             environment = await opened(client)
             await environment.step(f"EDIT L1 {waits}")
-            assert environment._bench is not None and await environment._bench.box.read("left") == b""
+            [box] = sandboxes(client)
+            assert await client.transport.files(box).read(box, "/work/left", bytes_max=100) == b""
             step = await environment.step("EDIT L1 //")
             assert step.reward == 1.0, "what it left does not keep it from being repaired"
             before = sandboxes(client)
@@ -325,7 +326,6 @@ def test_within_prepare_a_sandbox_is_kept_while_all_that_ran_in_it_was_read(tmp_
             assert len(seen) == 1 and sandboxes(client) == list(seen), "the same one for all, and for their verdicts"
             environment = await opened(client)
             await environment.step("EDIT L1 if 0 else")
-            assert environment._bench is not None and not environment._bench.clean
             [before] = sandboxes(client)
             assert before in seen
             assert await score(client, environment) == 0.0
@@ -345,7 +345,6 @@ def test_what_does_not_compile_runs_nothing_and_costs_no_sandbox(tmp_path: Path,
             step = await environment.step(f"EDIT L1 {text}")
             assert (step.reward, step.done) == (0.0, False) and " ? " in step.observation
             assert step.observation.endswith("got ?")
-            assert environment._bench is not None and environment._bench.clean
             assert await score(client, environment) == 0.0
             assert sandboxes(client) == [before]
             await environment.close()
@@ -358,10 +357,11 @@ def test_several_operators_are_all_our_own_text(tmp_path: Path, text: str, got: 
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
             environment = await opened(client)
+            [before] = sandboxes(client)
             step = await environment.step(f"EDIT L1 {text}")
             assert step.observation.endswith(f"fail L1 div {got}")
-            assert environment._bench is not None and environment._bench.clean
             await environment.close()
+            assert sandboxes(client) == [before], "the next episode gets it"
 
     asyncio.run(main())
 
@@ -373,13 +373,12 @@ def test_code_that_nobody_has_read_is_run_by_a_process_of_its_own(tmp_path: Path
     async def main() -> None:
         async with connection(tmp_path, "sandbox") as client, CodeFix.prepare(client):
             environment = await opened(client)
-            assert environment._bench is not None and environment._bench.clean
+            [before] = sandboxes(client)
             await environment.step(f"EDIT L1 {tampers}")
-            assert not environment._bench.clean
             step = await environment.step("EDIT L1 //")
             assert (step.observation, step.reward) == ("pass", 1.0), "known again, and still run apart"
-            assert not environment._bench.clean
             assert await score(client, environment) == 1.0
+            assert before not in sandboxes(client), "no other episode gets it"
             await environment.close()
 
     asyncio.run(main())

@@ -13,11 +13,12 @@ from tests.client.conftest import why_not
 from tests.server.shared import serving, shared
 
 from tangram.client.client import Client, connect
+from tangram.client.remote import RemoteTransport
 from tangram.client.transport import LocalTransport
 from tangram.clock import VirtualLoop
 from tangram.core.action import Action, Outcome, Status
 from tangram.core.demand import GPU, Demand, fixed
-from tangram.core.messages import Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
+from tangram.core.messages import Effect, Event, Finished, Grant, Pool, Settle, Share, Start, Submit, cpu_node
 from tangram.core.policies import policy
 from tangram.core.scheduler import Scheduler
 from tangram.managers.fake import FakeManager
@@ -52,6 +53,29 @@ def on_virtual_time(
 
 def use_of(watch: PoolWatch, name: str = CPU_POOL) -> PoolUse:
     return {each.name: each for each in watch.since_last()}[name]
+
+
+def orchestrator_of(client: Client) -> Orchestrator:
+    assert isinstance(client.transport, LocalTransport)
+    return client.transport.orchestrator
+
+
+class LedgerIntegral:
+    """Core seconds that the ledger of the scheduler has held since this was made."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        assert isinstance(orchestrator.decider, Scheduler)
+        self._pools = orchestrator.decider.ledger.pools
+        self._now = orchestrator.now
+        self._sum, self._held, self._at_s = 0.0, 0.0, orchestrator.now()
+        orchestrator.observe(self._observe)
+
+    def _observe(self, now: float, event: Event, effects: list[Effect]) -> None:
+        self._sum += self._held * (now - self._at_s)
+        self._held, self._at_s = self._pools[CPU_POOL].held / 1000.0, now
+
+    def held_unit_s(self) -> float:
+        return self._sum + self._held * (self._now() - self._at_s)
 
 
 def test_no_client_tells_nothing() -> None:
@@ -137,7 +161,7 @@ def test_what_is_under_way_counts_up_to_now() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: int) -> None:
     async def test(client: Client) -> None:
-        often, once = PoolWatch(client), PoolWatch(client)
+        often, once, ledger = PoolWatch(client), PoolWatch(client), LedgerIntegral(orchestrator_of(client))
         random_ = random.Random(seed)
 
         async def play(name: str) -> None:
@@ -152,7 +176,7 @@ def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: i
         while not playing.done():
             await asyncio.sleep(random_.uniform(0.05, 1.5))
             told.append(use_of(often))
-            assert _counted(often) == _in_ledger(client)
+            assert sum(each.held_unit_s for each in told) == pytest.approx(ledger.held_unit_s())
         await playing
         told.append(use_of(often))
         whole = use_of(once)
@@ -166,20 +190,6 @@ def test_many_answers_add_up_to_one_and_never_hold_more_than_is_reserved(seed: i
         assert whole.held_unit_s < whole.reserved_unit_s
 
     on_virtual_time(test)
-
-
-def _counted(watch: PoolWatch) -> float:
-    """Cores that are held now, as the watch has it."""
-    assert isinstance(watch._source, PoolObserver)
-    return round(watch._source._uses[CPU_POOL].held, 6)
-
-
-def _in_ledger(client: Client) -> float:
-    transport = client._transport
-    assert isinstance(transport, LocalTransport)
-    scheduler = transport.orchestrator.decider
-    assert isinstance(scheduler, Scheduler)
-    return scheduler.ledger.pools[CPU_POOL].held / 1000.0
 
 
 def test_the_pools_of_a_quota_are_told_as_one_in_requests_at_once() -> None:
@@ -225,24 +235,20 @@ async def _use_quota(client: Client, name: str) -> None:
 
 def test_those_who_ride_in_one_batch_hold_its_devices_once() -> None:
     async def test(client: Client) -> None:
-        watch = PoolWatch(client)
-        transport = client._transport
-        assert isinstance(transport, LocalTransport)
-        observe = transport.orchestrator._observer
-        assert observe is not None
+        usage = PoolObserver(orchestrator_of(client))
         actions = [
             Action(id=f"a{number}", demand=Demand({GPU: fixed(2)}), trajectory=f"t{number}") for number in range(3)
         ]
         share = (Share("gpu@node0", 2, 2, (0, 1)),)
-        start = transport.orchestrator.now()
+        start = orchestrator_of(client).now()
         for each in actions:
-            observe(start, Submit(action=each), [])
+            usage.observe(start, Submit(action=each), [])
         grants = [Start(action=each, grant=Grant(each.id, "node0", share, 2, 1, "a0")) for each in actions]
-        observe(start, Submit(action=Action(id="b", demand=Demand({GPU: fixed(2)}))), list(grants))
+        usage.observe(start, Submit(action=Action(id="b", demand=Demand({GPU: fixed(2)}))), list(grants))
         for seconds, each in zip((1.0, 2.0, 4.0), actions, strict=True):
             outcome = Outcome(action=each.id, status=Status.SUCCEEDED, execution_s=seconds, attempts=1)
-            observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
-        told = use_of(watch, "gpu@node0")
+            usage.observe(start + seconds, Finished(action=each.id), [Settle(outcome=outcome)])
+        (told,) = (each for each in usage.since_last() if each.name == "gpu@node0")
         assert told.actions == 3
         assert told.held_unit_s == pytest.approx(8.0), "the last one out frees them"
         assert told.reserved_unit_s == pytest.approx(14.0), "each trajectory would have had its own"
@@ -252,11 +258,10 @@ def test_those_who_ride_in_one_batch_hold_its_devices_once() -> None:
 
 def test_other_observers_go_on_and_a_closed_watch_sees_nothing() -> None:
     async def test(client: Client) -> None:
-        transport = client._transport
-        assert isinstance(transport, LocalTransport)
         seen: list[float] = []
-        transport.orchestrator._observer = lambda now, event, effects: seen.append(now)
-        first, second = PoolWatch(client), PoolWatch(client)
+        first = PoolWatch(client)
+        orchestrator_of(client).observe(lambda now, event, effects: seen.append(now))
+        second = PoolWatch(client)
         async with client.sandbox():
             pass
         count = len(seen)
@@ -286,20 +291,27 @@ def test_a_baseline_is_watched_as_well() -> None:
     on_virtual_time(test, decider=Baseline(pools, (), PodsConfig(request=1.0, limit=1.0)))
 
 
-def test_what_is_forgotten_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_trajectory_is_forgotten_after_a_time_or_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes later under its name is another one, so the time between the two is not reserved."""
     monkeypatch.setattr("tangram.rl.observe.pool_usage.TRAJECTORIES_MAX", 10)
 
     async def test(client: Client) -> None:
         watch = PoolWatch(client)
-        source = watch._source
-        assert isinstance(source, PoolObserver)
-        for number in range(50):
-            async with client.quota("search", trajectory=f"t{number}"):
-                await asyncio.sleep(0.1)
-        assert len(source._trajectories) == 10
+
+        async def reserved(*numbers: int) -> float:
+            for number in numbers:
+                async with client.quota("search", trajectory=f"t{number}"):
+                    await asyncio.sleep(1.0)
+            told = use_of(watch, "search")
+            assert (told.actions, told.waiting) == (len(numbers), 0)
+            return told.reserved_unit_s
+
+        assert await reserved(*range(50)) == pytest.approx(50.0)
+        assert await reserved(40) == pytest.approx(10.0), "one of the last ten: the gap counts"
+        assert await reserved(40, 39) == pytest.approx(2.0), "older ones were forgotten"
         await asyncio.sleep(7200.0)
-        assert use_of(watch, "search").actions == 50
-        assert (source._trajectories, source._idle, source._lives) == ({}, {}, {})
+        assert use_of(watch, "search").actions == 0
+        assert await reserved(49) == pytest.approx(1.0)
 
     on_virtual_time(test, Quota(name="search", concurrent=5))
 
@@ -366,12 +378,14 @@ def test_a_service_that_stopped_answering_breaks_nothing(tmp_path: Path) -> None
             client = connect(up.address, reconnect_s=0.5)
             async with client:
                 watch = PoolWatch(client)
-                address, told = client._transport.wire.url, 0  # type: ignore[attr-defined]
-                client._transport.wire.url = "http://127.0.0.1:9"  # type: ignore[attr-defined]
+                assert isinstance(client.transport, RemoteTransport)
+                wire = client.transport.wire
+                address, told = wire.url, 0
+                wire.url = "http://127.0.0.1:9"
                 for _ in range(3):
                     assert watch.since_last() == ()
                     await asyncio.sleep(0.01)
-                client._transport.wire.url = address  # type: ignore[attr-defined]
+                wire.url = address
                 async with asyncio.timeout(60.0):
                     while not told:  # it has looked again, and sees what is done from then on
                         await asyncio.sleep(0.01)

@@ -67,10 +67,10 @@ def test_a_sandbox_that_is_ended_while_it_is_opened_leaves_nothing_and_its_name_
             slow.go_on.set()
             assert (await ending).status in (200, 204)
             assert (await opening).json["state"] == "settled"
-            assert slow.manager._boxes == {} and await memory_held(caller) == 0
+            assert slow.manager.sandboxes() == () and await memory_held(caller) == 0
             assert (await caller.ask("GET", "/v1/sandboxes")).json == {"sandboxes": []}
             await caller.open("box")
-            assert len(slow.manager._boxes) == 1
+            assert len(slow.manager.sandboxes()) == 1
 
     asyncio.run(main())
 
@@ -91,7 +91,7 @@ def test_a_sandbox_that_is_deleted_before_its_opening_has_begun_is_not_opened(
             assert (await opening).json["settled"]["outcome"]["status"] == "cancelled"
             await caller.ask("POST", "/v1/actions/held/cancel")
             assert (await caller.run("after", "true")).json["state"] == "settled"
-            assert slow.begun == 1 and len(slow.manager._boxes) == 1
+            assert slow.begun == 1 and len(slow.manager.sandboxes()) == 1
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.conftest import found_by, mounts_below, processes_of, until, until_runs
 from tests.client.conftest import why_not
 from tests.server.process import Process
+from tests.server.shared import wire_of
 
 from tangram.client.client import Client, connect
 from tangram.client.remote import Wire
@@ -114,7 +115,7 @@ def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(t
     process = Process(tmp_path / "service", backend="process", node="cores = 1")
 
     async def test(t: Client) -> None:
-        wire = t._transport.wire  # type: ignore[attr-defined]
+        wire = wire_of(t)
         async with t.sandbox(memory="64MiB") as box:
             running = asyncio.create_task(box.exec("touch a; sleep 60", cpus=1))
             await until_running("a", box)
@@ -143,7 +144,7 @@ def test_what_was_lost_by_a_restart_is_seen_wherever_ends_are_and_counted_once(t
 
 async def until_waiting(t: Client, count: int) -> None:
     """So many actions are in the queue."""
-    wire = t._transport.wire  # type: ignore[attr-defined]
+    wire = wire_of(t)
     while msgspec.json.decode(await wire.ask("GET", "/v1/view"))["waiting_total"] < count:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
@@ -152,7 +153,7 @@ def test_a_result_that_nobody_fetched_is_there_after_a_kill(tmp_path: Path) -> N
     process = Process(tmp_path / "service", backend="process")
 
     async def test(t: Client) -> None:
-        wire = t._transport.wire  # type: ignore[attr-defined]
+        wire = wire_of(t)
         async with t.sandbox(memory="64MiB") as box:
             body = {"id": "mine", "sandbox": box.name, "work": {"type": "Exec", "command": "echo $$; date +%s%N"}}
             first = await wire.ask("POST", "/v1/actions", body, wait_s=30.0)

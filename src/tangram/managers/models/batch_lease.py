@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
+from tangram.clock import Clock
 from tangram.core.action import Action, Usage
 from tangram.errors import InvalidAction, ManagerError
 from tangram.managers.base import STOP_GRACE_S
@@ -84,11 +85,12 @@ class InferLease:
 
 
 class Turn:
-    def __init__(self, host: Host, place: Place, batch_max: int, circuit: Circuit) -> None:
+    def __init__(self, host: Host, place: Place, batch_max: int, circuit: Circuit, clock: Clock) -> None:
         self._host = host
         self._place = place
         self._batch_max = batch_max
         self._circuit = circuit
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[InferLease, None] = {}
         self._calling: list[InferLease] = []
@@ -163,7 +165,7 @@ class Turn:
             process = self._process = await self._host.have(self._place)
         except ManagerError as error:
             if not isinstance(error, NotReady):
-                self._circuit.failed(str(error), self._loop.time(), _actions(self._waiting))
+                self._circuit.failed(str(error), self._clock.now(), _actions(self._waiting))
             for lease in self._waiting:
                 lease.finish(lost=str(error))
             self._waiting.clear()
@@ -214,7 +216,7 @@ class Turn:
         came, and not by the service."""
         again = [lease for lease in batch if not (error.begun or lease.again or lease.stopped)]
         if not again:
-            self._circuit.failed(str(error), self._loop.time(), _actions(batch))
+            self._circuit.failed(str(error), self._clock.now(), _actions(batch))
         for lease in batch:
             if lease in again:
                 lease.again = True
@@ -251,7 +253,7 @@ class Turn:
         if failed.whose == "payload":
             self._circuit.declined()
             return
-        devices, now = self._place.devices, self._loop.time()
+        devices, now = self._place.devices, self._clock.now()
         self._afresh |= self._circuit.raised(failed.reason, now, devices, _actions(leases))
 
 

@@ -20,6 +20,7 @@ from typing import Self
 
 import msgspec
 
+from tangram.clock import Clock, WallClock
 from tangram.core.action import Action
 from tangram.core.demand import GPU
 from tangram.core.messages import Event, Evicted, Grant, Pool, Resident
@@ -53,6 +54,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """Whether any device is invented, and with it every figure here."""
     host_bytes: int
     """Of all host copies."""
+    device_bytes: tuple[int, ...]
+    """In use on each emulated device; 0 for others, whose drivers know it."""
     residents: tuple[Place, ...]
     """Least recently used first."""
     loads: int
@@ -72,8 +75,10 @@ class ModelManager:
         *,
         node: str = "local",
         circuit_pause_s: float = PAUSE_S,
+        clock: Clock | None = None,
     ) -> None:
-        """`tell` hears of Resident and Evicted. Raises InvalidConfig if a service cannot fit its devices."""
+        """`tell` is called with Resident and Evicted. `clock` measures `circuit_pause_s`. Raises InvalidConfig if a
+        service cannot fit its devices."""
         services = all_of("services", services, Service, "tangram.Service, such as [Service(name='a', engine=...)]")
         devices = all_of("devices", devices, Emulated | Cuda, "devices: Emulated(memory_bytes=...), or discover()")
         self._services = {service.name: service for service in services}
@@ -84,6 +89,7 @@ class ModelManager:
         self._devices = list(devices)
         self._node = node
         self._tell = tell
+        self._clock = clock or WallClock()
         self._memory = [device.memory_bytes for device in devices]
         self._need = {(s.name, d): -(-s.memory_bytes // d) for s in services for d in s.degrees}
         """Bytes on each device, by service and degree."""
@@ -131,6 +137,7 @@ class ModelManager:
         return Statistics(
             emulated=any(isinstance(device, Emulated) for device in self._devices),
             host_bytes=sum(known.layout.total_bytes for known in self._known),
+            device_bytes=tuple(self._counts.used(index) if self._counts else 0 for index in range(len(self._devices))),
             residents=tuple(self._room.residents()),
             loads=self._loads,
             load_s=self._load_s,
@@ -207,8 +214,8 @@ class ModelManager:
         if turn is None or turn.over:
             self._require_open()
             circuit = self._circuits[place.service]
-            circuit.admit(asyncio.get_running_loop().time())
-            turn = self._turns[key] = Turn(self, place, self._batch_max[place.service], circuit)
+            circuit.admit(self._clock.now())
+            turn = self._turns[key] = Turn(self, place, self._batch_max[place.service], circuit, self._clock)
             task = self._task(turn.run())
             task.add_done_callback(lambda _: self._turns.pop(key) if self._turns.get(key) is turn else None)
         return await turn.join(action, work.payload, grant.attempt)

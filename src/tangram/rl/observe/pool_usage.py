@@ -55,7 +55,7 @@ class PoolWatch:
     """Make it inside of the client's context. `None`: there is nothing to tell."""
 
     def __init__(self, client: Client | None) -> None:
-        transport = client._transport if client is not None else None
+        transport = client.transport if client is not None else None
         self._source: PoolObserver | PoolLook | None = None
         if isinstance(transport, LocalTransport):
             self._source = PoolObserver(transport.orchestrator)
@@ -200,15 +200,12 @@ class PoolObserver:
         if not isinstance(orchestrator.decider, Scheduler):
             self._pools = {pool.name: pool for pool in orchestrator.any_manager.pools()}
         self._now = orchestrator.now()
-        self._before = orchestrator._observer
-        self._own = self._observe  # the same object each time
-        orchestrator._observer = self._own
+        self._stop_observing = orchestrator.observe(self.observe)
 
     def close(self) -> None:
         """It sees nothing more."""
         self._closed = True
-        if self._orchestrator._observer is self._own:
-            self._orchestrator._observer = self._before
+        self._stop_observing()
 
     # ---- what is asked -------------------------------------------------------------------------------------------
 
@@ -265,9 +262,8 @@ class PoolObserver:
 
     # ---- every event -------------------------------------------------------------------------------------------
 
-    def _observe(self, now: float, event: Event, effects: list[Effect]) -> None:
-        if self._before is not None:
-            self._before(now, event, effects)
+    def observe(self, now: float, event: Event, effects: list[Effect]) -> None:
+        """Counts one event with its effects, as an Observer of the orchestrator."""
         if self._closed:
             return
         now = self._now = max(self._now, now)

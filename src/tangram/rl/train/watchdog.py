@@ -224,7 +224,7 @@ def seen(
 def waiting_pools(client: Client | None) -> dict[str, str]:
     """By trajectory, the pool that an action of it waits for. Of a service elsewhere nothing is known: it does not tell
     what actions wait for."""
-    transport = client._transport if client is not None else None
+    transport = client.transport if client is not None else None
     decider = transport.orchestrator.decider if isinstance(transport, LocalTransport) else None
     if not isinstance(decider, Scheduler):
         return {}

@@ -157,6 +157,9 @@ class SandboxManager(FiledApart):
         machine = self._machine
         return cpu_node(self.node, machine.cores, machine.memory_bytes / GIB, numa_nodes=len(machine.cpus_by_cell) or 1)
 
+    def sandboxes(self) -> tuple[str, ...]:
+        return tuple(self._sandboxes)
+
     # ---- the owner's life ----
 
     async def __aenter__(self) -> Self:

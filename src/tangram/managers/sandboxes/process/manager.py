@@ -105,6 +105,9 @@ class ProcessManager:
     def pools(self) -> tuple[Pool, ...]:
         return self._pools
 
+    def sandboxes(self) -> tuple[str, ...]:
+        return tuple(self._boxes)
+
     # ---- taking and leaving possession ----
 
     async def __aenter__(self) -> Self:
