@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 # Images of containers often forbid bytecode files. Without them every process compiles all that it imports, and every
-# worker of the tests rewrites all assertions, which is a third of the CPU time of the tests.
+# worker of the tests rewrites all assertions: collecting the tests then takes 27 s of CPU time per worker, not 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run mixed test test-cgroup-v2 lint bench docs clean

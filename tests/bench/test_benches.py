@@ -91,7 +91,7 @@ def small(name: str) -> BenchResult:
 
 @pytest.fixture(scope="module", params=GOALS)
 def result(request: pytest.FixtureRequest) -> BenchResult:
-    """A fixture of the module, so that the tests of one benchmark run one after the other, in one worker."""
+    """A fixture of the module, so that the tests of one benchmark are neighbours, and usually in one worker."""
     return small(request.param)
 
 
