@@ -8,9 +8,10 @@ and every number is known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import functools
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from tangram.clock import VirtualLoop
 from tangram.rl.config.rollout_settings import GroupSettings, RolloutSettings, TaskSettings
@@ -23,7 +24,6 @@ from tangram.rl.rollout.replay import as_generator, replay
 from tangram.rl.rollout.rollout import Rollout, tickets
 from tangram.rl.runs.trajectory_log import GroupClosing, TrajectoryLog, groups, read
 
-T = TypeVar("T")
 COLOURS = ("red", "blue")
 
 
@@ -77,139 +77,120 @@ async def started_engine(version: int = 0) -> FakeEngine:
     return engine
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """On virtual time: an hour of sleep costs nothing."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
+def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An hour of sleep costs nothing."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(**fixtures))
+
+    return run
 
 
-def test_1_an_environment_is_one_episode_in_text() -> None:
+@on_virtual_time
+async def test_1_an_environment_is_one_episode_in_text() -> None:
     """`reset` makes the episode of a seed, `step` answers an action, `close` releases what the episode holds. The same
     seed makes the same episode, so members of a group and replays see the same task."""
-
-    async def main() -> None:
-        episode = Guess(Outside())
-        assert await episode.reset(seed=1) == "which"
-        assert await episode.step("red") == Step(observation="wrong")
-        assert await episode.step("blue") == Step(observation="right", reward=1.0, done=True)
-        await episode.close()
-
-    run(main())
+    episode = Guess(Outside())
+    assert await episode.reset(seed=1) == "which"
+    assert await episode.step("red") == Step(observation="wrong")
+    assert await episode.step("blue") == Step(observation="right", reward=1.0, done=True)
+    await episode.close()
 
 
-def test_2_a_codec_makes_tokens_of_text_and_an_engine_continues_them() -> None:
+@on_virtual_time
+async def test_2_a_codec_makes_tokens_of_text_and_an_engine_continues_them() -> None:
     """Engines know tokens only. A generation has a log-probability and a weight version for each token, which is all
     that training needs to correct for samples of older weights."""
-
-    async def main() -> None:
-        engine = await started_engine(version=7)
-        prompt = CODEC.observation("which", first=True)
-        sampling = Sampling(tokens_max=2, stop=CODEC.stop)
-        request = Request(id="a", tokens=prompt, sampling=sampling, noise=Noise(seed=0, member=1))
-        generation = await engine.generate(request)
-        assert CODEC.action(generation.tokens) == "blue"
-        assert generation.finish == "stop"  # the last token is one that ends an action
-        assert len(generation.logprobs) == len(generation.tokens) == 2
-        assert generation.versions == (7, 7)
-
-    run(main())
+    engine = await started_engine(version=7)
+    prompt = CODEC.observation("which", first=True)
+    sampling = Sampling(tokens_max=2, stop=CODEC.stop)
+    request = Request(id="a", tokens=prompt, sampling=sampling, noise=Noise(seed=0, member=1))
+    generation = await engine.generate(request)
+    assert CODEC.action(generation.tokens) == "blue"
+    assert generation.finish == "stop"  # the last token is one that ends an action
+    assert len(generation.logprobs) == len(generation.tokens) == 2
+    assert generation.versions == (7, 7)
 
 
-def test_3_members_of_a_group_play_the_same_seed_and_earn_different_rewards() -> None:
+@on_virtual_time
+async def test_3_members_of_a_group_play_the_same_seed_and_earn_different_rewards() -> None:
     """A ticket names a task and a seed. The differences between the rewards of one group are what GRPO learns from."""
-
-    async def main() -> None:
-        async with Rollout(settings_of(), await started_engine(), CODEC) as rollout:
-            group = await rollout.play(Ticket(task="guess", number=0, seed=4))
-        right, wrong = sorted(group.members, key=lambda member: member.member)
-        assert (right.seed, wrong.seed) == (4, 4)
-        assert (right.reward, right.ending) == (1.0, Ending.FINISHED)
-        # A wrong answer is a result. The episode reached `turns_max`, and its reward is 0.
-        assert (wrong.reward, wrong.ending, len(wrong.turns)) == (0.0, Ending.TRUNCATED, 2)
-
-    run(main())
+    async with Rollout(settings_of(), await started_engine(), CODEC) as rollout:
+        group = await rollout.play(Ticket(task="guess", number=0, seed=4))
+    right, wrong = sorted(group.members, key=lambda member: member.member)
+    assert (right.seed, wrong.seed) == (4, 4)
+    assert (right.reward, right.ending) == (1.0, Ending.FINISHED)
+    # A wrong answer is a result. The episode reached `turns_max`, and its reward is 0.
+    assert (wrong.reward, wrong.ending, len(wrong.turns)) == (0.0, Ending.TRUNCATED, 2)
 
 
-def test_4_a_trajectory_keeps_the_tokens_as_they_were_sampled() -> None:
+@on_virtual_time
+async def test_4_a_trajectory_keeps_the_tokens_as_they_were_sampled() -> None:
     """Text is never tokenized a second time: the trainer gets the sampled tokens, and a mask that separates them from
     what the environment wrote."""
-
-    async def main() -> None:
-        async with Rollout(settings_of(), await started_engine(), CODEC) as rollout:
-            group = await rollout.play(Ticket(task="guess", number=0, seed=4))
-        trajectory = next(member for member in group.members if member.member == 1)
-        assert [(turn.observation, turn.action) for turn in trajectory.turns] == [("which", "blue"), ("wrong", "blue")]
-        assert [CODEC.words[token] for token in trajectory.tokens[:4]] == ["which", "<act>", "blue", "<end>"]
-        assert trajectory.is_action[:4] == (False, False, True, True)
-        assert len(trajectory.logprobs) == len(trajectory.versions) == sum(trajectory.is_action)
-
-    run(main())
+    async with Rollout(settings_of(), await started_engine(), CODEC) as rollout:
+        group = await rollout.play(Ticket(task="guess", number=0, seed=4))
+    trajectory = next(member for member in group.members if member.member == 1)
+    assert [(turn.observation, turn.action) for turn in trajectory.turns] == [("which", "blue"), ("wrong", "blue")]
+    assert [CODEC.words[token] for token in trajectory.tokens[:4]] == ["which", "<act>", "blue", "<end>"]
+    assert trajectory.is_action[:4] == (False, False, True, True)
+    assert len(trajectory.logprobs) == len(trajectory.versions) == sum(trajectory.is_action)
 
 
-def test_5_an_environment_that_fails_is_never_a_reward_of_zero() -> None:
+@on_virtual_time
+async def test_5_an_environment_that_fails_is_never_a_reward_of_zero() -> None:
     """What an environment raises is a failure of the infrastructure, and such a trajectory has no reward at all.
     `on_loss` decides about its group: play another attempt, close the group with fewer members, or drop it."""
-
-    async def main() -> None:
-        settings = settings_of(on_loss="close", broken=True)
-        async with Rollout(settings, await started_engine(), CODEC) as rollout:
-            group = await rollout.play(Ticket(task="guess", number=0, seed=4))
-        assert group.members == ()
-        assert [lost.ending for lost in group.left_out] == [Ending.ENV_FAILED] * 2
-        assert all(lost.reward is None and "the game server is gone" in lost.cause for lost in group.left_out)
-
-    run(main())
+    settings = settings_of(on_loss="close", broken=True)
+    async with Rollout(settings, await started_engine(), CODEC) as rollout:
+        group = await rollout.play(Ticket(task="guess", number=0, seed=4))
+    assert group.members == ()
+    assert [lost.ending for lost in group.left_out] == [Ending.ENV_FAILED] * 2
+    assert all(lost.reward is None and "the game server is gone" in lost.cause for lost in group.left_out)
 
 
-def test_6_no_episode_waits_for_a_slower_one() -> None:
+@on_virtual_time
+async def test_6_no_episode_waits_for_a_slower_one() -> None:
     """`extra` groups are played beside those that are needed. The first groups that end are kept, and the rest is
     cancelled: the batch does not wait for the slowest environment."""
-
-    async def main() -> None:
-        slow, fast = (Ticket(task="guess", number=number, seed=seed) for number, seed in enumerate((1, 2)))
-        async with Rollout(settings_of(Slow), await started_engine(), CODEC) as rollout:
-            batch = await rollout.collect([slow, fast], groups=1, extra=1)
-        assert [group.id for group in batch.groups] == [fast.group]
-        assert batch.ended_s < 100.0
-        assert {each.ending for group in batch.left_out for each in group.all()} == {Ending.CANCELLED}
-
-    run(main())
+    slow, fast = (Ticket(task="guess", number=number, seed=seed) for number, seed in enumerate((1, 2)))
+    async with Rollout(settings_of(Slow), await started_engine(), CODEC) as rollout:
+        batch = await rollout.collect([slow, fast], groups=1, extra=1)
+    assert [group.id for group in batch.groups] == [fast.group]
+    assert batch.ended_s < 100.0
+    assert {each.ending for group in batch.left_out for each in group.all()} == {Ending.CANCELLED}
 
 
-def test_7_the_log_of_a_rollout_returns_what_was_written(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_7_the_log_of_a_rollout_returns_what_was_written(tmp_path: Path) -> None:
     """Every trajectory is one line of JSON in the file as soon as it ends, so a crash costs at most what was still in
     play. A line for each group says which members were kept."""
-
-    async def main() -> None:
-        settings = settings_of()
-        with TrajectoryLog(tmp_path / "rollout.jsonl", settings=settings, words=CODEC.words) as log:
-            async with Rollout(settings, await started_engine(), CODEC, on_end=log.append) as rollout:
-                batch = await rollout.collect(tickets(settings), groups=3)
-            for group in batch.groups:
-                log.append(GroupClosing.of(group))
-        reading = read(tmp_path / "rollout.jsonl")
-        assert reading.header.settings == settings
-        logged = [(each.id, each.tokens, each.reward) for group in groups(reading) for each in group.members]
-        assert logged == [(each.id, each.tokens, each.reward) for group in batch.groups for each in group.members]
-
-    run(main())
+    settings = settings_of()
+    with TrajectoryLog(tmp_path / "rollout.jsonl", settings=settings, words=CODEC.words) as log:
+        async with Rollout(settings, await started_engine(), CODEC, on_end=log.append) as rollout:
+            batch = await rollout.collect(tickets(settings), groups=3)
+        for group in batch.groups:
+            log.append(GroupClosing.of(group))
+    reading = read(tmp_path / "rollout.jsonl")
+    assert reading.header.settings == settings
+    logged = [(each.id, each.tokens, each.reward) for group in groups(reading) for each in group.members]
+    assert logged == [(each.id, each.tokens, each.reward) for group in batch.groups for each in group.members]
 
 
-def test_8_a_recorded_trajectory_replays_without_a_model() -> None:
+@on_virtual_time
+async def test_8_a_recorded_trajectory_replays_without_a_model() -> None:
     """Replay plays the recorded actions in a new environment and reports every difference. The record also stands in
     for an engine, and then the whole rollout repeats."""
+    settings, ticket = settings_of(), Ticket(task="guess", number=0, seed=4)
+    async with Rollout(settings, await started_engine(), CODEC) as rollout:
+        recorded = await rollout.play(ticket)
+    assert (await replay(recorded.members[0], settings.tasks[0])).same
+    changed = settings_of(first="wrong").tasks[0]
+    [difference] = (await replay(recorded.members[0], changed)).differences
+    assert (difference.turn, difference.recorded, difference.replayed) == (0, "which", "wrong")
 
-    async def main() -> None:
-        settings, ticket = settings_of(), Ticket(task="guess", number=0, seed=4)
-        async with Rollout(settings, await started_engine(), CODEC) as rollout:
-            recorded = await rollout.play(ticket)
-        assert (await replay(recorded.members[0], settings.tasks[0])).same
-        changed = settings_of(first="wrong").tasks[0]
-        [difference] = (await replay(recorded.members[0], changed)).differences
-        assert (difference.turn, difference.recorded, difference.replayed) == (0, "which", "wrong")
-
-        async with Rollout(settings, as_generator(recorded.members), CODEC) as rollout:
-            again = await rollout.play(ticket)
-        assert {each.id: each.tokens for each in again.members} == {each.id: each.tokens for each in recorded.members}
-
-    run(main())
+    async with Rollout(settings, as_generator(recorded.members), CODEC) as rollout:
+        again = await rollout.play(ticket)
+    assert {each.id: each.tokens for each in again.members} == {each.id: each.tokens for each in recorded.members}
