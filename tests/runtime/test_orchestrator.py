@@ -27,8 +27,10 @@ DEADLINE_S = 60.0
 class Rig:
     """An orchestrator with one node of two cores, and a sandbox that is open."""
 
-    def __init__(self, scripts: dict[str, Script] | None = None, **limits: Any) -> None:
-        self.manager = FakeManager(scripts or {}, cores=2)
+    def __init__(
+        self, scripts: dict[str, Script] | None = None, *, manager: type[FakeManager] = FakeManager, **limits: Any
+    ) -> None:
+        self.manager = manager(scripts or {}, cores=2)
         pools = self.manager.pools()
         self.node = pools[0].node
         self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(**limits))
@@ -334,19 +336,13 @@ class Buggy(FakeManager):
 
 
 def test_a_bug_in_a_manager_costs_the_action_that_found_it_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    def rig() -> Rig:
-        made = Rig({"held": Script(duration_s=0.02)})
-        made.manager = Buggy({"held": Script(duration_s=0.02)}, cores=2)
-        made.orchestrator._managers[made.node] = made.manager
-        return made
-
     async def test(rig: Rig) -> None:
         other = rig.submit("held")
         lost = await rig.run("found")
         assert lost.outcome.status is Status.LOST and "bug" in lost.outcome.reason
         assert (await rig.orchestrator.settle(other)).outcome.status is Status.SUCCEEDED
 
-    with_rig(test, rig)
+    with_rig(test, lambda: Rig({"held": Script(duration_s=0.02)}, manager=Buggy))
     assert "a digit too many" in caplog.text
 
 
