@@ -87,6 +87,22 @@ def test_an_action_runs_and_its_caller_gets_what_came_of_it() -> None:
     assert [type(event).__name__ for event, _ in rig.seen][-3:] == ["Submit", "Started", "Finished"]
 
 
+def test_an_observer_sees_every_event_until_it_is_removed() -> None:
+    async def test(rig: Rig) -> None:
+        seen: list[Event] = []
+        before = len(rig.seen)
+        remove = rig.orchestrator.observe(lambda now, event, effects: seen.append(event))
+        await rig.run()
+        assert seen == [event for event, _ in rig.seen[before:]]
+        remove()
+        remove()
+        count = len(seen)
+        await rig.run()
+        assert len(seen) == count
+
+    with_rig(test)
+
+
 def test_actions_that_do_not_fit_wait_their_turn() -> None:
     async def test(rig: Rig) -> None:
         tickets = [rig.submit("held", cpus=1) for _ in range(3)]
