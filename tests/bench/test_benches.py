@@ -205,8 +205,8 @@ def test_a_published_ratio_has_no_goal_but_is_compared_in_a_note() -> None:
     sizes = teachers.Sizes(batches=(1024,), services=10, targets=(8,), seeds=1)
     seed = [dict.fromkeys((*teachers.SHOWN, "late_share", "busiest_share", "peak_load"), 2.0)]
     found = teachers.Findings()
-    teachers._compare(found, sizes, dict.fromkeys(teachers._sides(sizes), seed), 1024)
-    teachers._explain(found, sizes)
+    teachers.compare_batch(found, sizes, dict.fromkeys(teachers.sides_of(sizes), seed), 1024)
+    teachers.add_notes(found, sizes)
     assert found.goals == {"act_vs_static_1024": PRINTED, "act_vs_on_demand_1024": PRINTED}
     assert any("act_vs_on_demand_1024 1, there 101.8" in note for note in found.notes)
 
@@ -247,8 +247,8 @@ def test_the_same_calls_are_played_by_all_sides_and_shapes_differ_as_they_say() 
 
 
 def test_the_peak_is_the_most_work_that_comes_within_a_minute() -> None:
-    assert teachers._peak_s([(0.0, 5.0), (30.0, 7.0), (59.0, 1.0), (61.0, 4.0), (300.0, 12.0)]) == 13.0
-    assert teachers._peak_s([(0.0, 5.0), (60.0, 6.0)]) == 6.0, "the first one is a minute ago"
+    assert teachers.peak_s([(0.0, 5.0), (30.0, 7.0), (59.0, 1.0), (61.0, 4.0), (300.0, 12.0)]) == 13.0
+    assert teachers.peak_s([(0.0, 5.0), (60.0, 6.0)]) == 6.0, "the first one is a minute ago"
 
 
 # ---- scheduler-cost -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tangram.config import Config, parse
 from tangram.core.action import Outcome, Status
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.managers.fake import CALLS_MAX, FakeManager
-from tangram.managers.work import Close, Exec
+from tangram.managers.work import Exec
 from tangram.runtime.wire import AnyWork, Reply
 
 HTTP = http.Sizes(clients=4, round_s=0.2, rounds=2, singles=10, waiting=30, embedded=200, others=4)
@@ -108,7 +108,7 @@ def test_one_answer_that_fails_makes_the_number_of_waiting_clients_zero(tmp_path
         async with ServiceProcess(tmp_path, {"node": {"backend": "fake", "cores": http.CORES}}) as service:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(http, "Caller", OneWrong)
-                return await http._waiting(service.url, 8)
+                return await http.clients_waiting(service.url, 8)
 
     waiting, problems = asyncio.run(main())
     assert waiting == 0
@@ -124,7 +124,7 @@ def test_what_is_not_installed_is_left_out_with_the_reason() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http, "ray_rate", missing)
         patch.setattr(http, "dask_rate", lambda count, at_once: 7.0)
-        http._others(HTTP, 1, found)
+        http.add_other_systems(HTTP, 1, found)
     assert found.metrics == {"dask_tasks_per_s": 7.0}
     assert found.notes == ["ray_tasks_per_s is not measured: it is not installed."]
 
@@ -135,7 +135,7 @@ def test_the_embedded_job_does_all_its_actions() -> None:
 
 def test_more_connections_than_descriptors_are_refused_before_anything_is_measured() -> None:
     with pytest.raises(ManagerError, match="ulimit"):
-        http._allow_descriptors(1 << 40)
+        http.allow_descriptors(1 << 40)
 
 
 # ---- durability -----------------------------------------------------------------------------------------------
@@ -151,16 +151,16 @@ def outcome(id: str, status: Status = Status.SUCCEEDED, reason: str = "") -> Out
     return Outcome(action=id, status=status, reason=reason)
 
 
-def told(clients: durability._Clients, forgotten: int = 0) -> dict[str, float]:
+def told(clients: durability.Clients, forgotten: int = 0) -> dict[str, float]:
     found = durability.Findings()
-    durability._tell(found, clients, forgotten, [0.5, 0.7])
+    durability.add_metrics(found, clients, forgotten, [0.5, 0.7])
     return found.metrics
 
 
 @pytest.fixture
-def clients(tmp_path: Path) -> durability._Clients:
+def clients(tmp_path: Path) -> durability.Clients:
     """Two actions that succeeded, of which the second is idempotent."""
-    made = durability._Clients(DURABILITY, None, tmp_path, "process")  # type: ignore[arg-type]
+    made = durability.Clients(DURABILITY, None, tmp_path, "process")  # type: ignore[arg-type]
     made.acknowledged |= {"a1", "a2"}
     made.idempotent.add("a2")
     made.outcome_by_id |= {"a1": outcome("a1"), "a2": outcome("a2")}
@@ -168,28 +168,28 @@ def clients(tmp_path: Path) -> durability._Clients:
     return made
 
 
-def test_an_acknowledged_action_without_a_result_is_lost(clients: durability._Clients) -> None:
+def test_an_acknowledged_action_without_a_result_is_lost(clients: durability.Clients) -> None:
     assert told(clients)["lost"] == 0.0
     clients.acknowledged.add("a3")
     assert told(clients)["lost"] == 1.0
     assert told(clients, forgotten=2)["lost"] == 3.0
 
 
-def test_only_what_is_idempotent_may_run_twice(clients: durability._Clients) -> None:
+def test_only_what_is_idempotent_may_run_twice(clients: durability.Clients) -> None:
     clients.ran.append("a2")
     assert (told(clients)["run_twice"], told(clients)["run_again"]) == (0.0, 1.0)
     clients.ran.append("a1")
     assert told(clients)["run_twice"] == 1.0
 
 
-def test_a_success_that_never_ran_is_a_false_one(clients: durability._Clients) -> None:
+def test_a_success_that_never_ran_is_a_false_one(clients: durability.Clients) -> None:
     clients.ran.remove("a1")
     assert told(clients)["false_success"] == 1.0
     clients.unseen.add("a1")
     assert told(clients)["false_success"] == 0.0, "its sandbox is gone with the file that would tell"
 
 
-def test_what_ran_at_a_kill_is_counted_apart(clients: durability._Clients) -> None:
+def test_what_ran_at_a_kill_is_counted_apart(clients: durability.Clients) -> None:
     clients.outcome_by_id["a3"] = outcome("a3", Status.LOST, durability.RESTARTED)
     clients.outcome_by_id["a4"] = outcome("a4", Status.LOST, "sandbox box-7 is gone")
     metrics = told(clients)
@@ -227,7 +227,7 @@ def test_growth_is_that_of_the_last_quarter_over_the_second() -> None:
 
 def test_whatever_is_more_than_before_is_a_leak_and_less_does_not_make_up_for_it() -> None:
     found = soak.Findings()
-    soak._tell(
+    soak.add_metrics(
         found, [100] * 8, {"descriptors": 10, "tasks": 3, "mounts": 0}, {"descriptors": 7, "tasks": 4, "mounts": 2}
     )
     assert found.metrics["leaks"] == 3.0
@@ -249,11 +249,11 @@ def test_a_spawner_that_is_nobodys_child_is_found_by_its_lock(tmp_path: Path) ->
     kept = tmp_path / "state" / "owners" / "service" / "kept"
     kept.mkdir(parents=True)
     service = soak.ServiceProcess.__new__(soak.ServiceProcess)
-    assert soak.Footprint(service, tmp_path)._spawners() == []
+    assert soak.Footprint(service, tmp_path).spawners() == []
     (kept / "spawner.lock").write_text("")
-    assert soak.Footprint(service, tmp_path)._spawners() == [], "it has not said yet who it is"
+    assert soak.Footprint(service, tmp_path).spawners() == [], "it has not said yet who it is"
     (kept / "spawner.lock").write_text("4711")
-    assert soak.Footprint(service, tmp_path)._spawners() == [4711]
+    assert soak.Footprint(service, tmp_path).spawners() == [4711]
 
 
 # ---- dashboard ------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ def test_a_service_that_is_killed_comes_back_on_its_port_with_its_journal(tmp_pa
     async def main() -> None:
         async with ServiceProcess(tmp_path, FAKE) as service:
             async with Caller(service.url) as caller:
-                await caller.do(Close(), "nowhere", id="kept")
-                caller._arrived.clear()  # it is never acknowledged
+                body = {"id": "kept", "sandbox": "nowhere", "work": {"type": "Close"}}  # it is never acknowledged
+                assert b'"succeeded"' in await caller.ask("POST", "/v1/actions?wait_s=30", msgspec.json.encode(body))
             url, pid = service.url, service.pid
             service.kill()
             await service.start_and_kill(0.0)

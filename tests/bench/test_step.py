@@ -49,4 +49,4 @@ def test_a_trajectory_is_open_from_its_place_to_its_last_step() -> None:
         id="a/0/0.0", task="a", group="a/0", member=0, attempt=0, seed=0, turns=(), ending=Ending.FINISHED, reward=1.0,
         spans=spans,
     )  # fmt: skip
-    assert step._spent(ended) == (3.0, 1.5, 4.5)
+    assert step.time_spent(ended) == (3.0, 1.5, 4.5)

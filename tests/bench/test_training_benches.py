@@ -25,7 +25,7 @@ def line(step: int, step_s: float, staleness: tuple[int, ...]) -> Trained:
 
 def test_throughput_counts_the_steps_in_which_pipelines_are_full() -> None:
     lines = [line(1, 100.0, (64,)), line(2, 100.0, (64,)), line(3, 2.0, (60, 4)), line(4, 2.0, (0, 64))]
-    assert ladder._rate(lines) == 32.0
+    assert ladder.throughput(lines) == 32.0
 
 
 def test_modes_are_compared_seed_by_seed() -> None:
@@ -36,7 +36,7 @@ def test_modes_are_compared_seed_by_seed() -> None:
     }
     fixed["start_bound"][0][3] = line(4, 0.9, (0, 0, 64))
     found = Findings()
-    ladder._add_throughput(found, fixed, ladder.FULL)
+    ladder.add_throughput(found, fixed, ladder.FULL)
     assert found.metrics["rollart_vs_sync"] == pytest.approx(8.0)
     assert found.metrics["rollart_vs_one_off"] == pytest.approx(2.0)
     assert found.metrics["rollart_vs_start_bound"] == pytest.approx(0.9)
@@ -46,30 +46,30 @@ def test_modes_are_compared_seed_by_seed() -> None:
 
 def test_a_rung_of_the_ladder_is_climbed_for_real(tmp_path: Path) -> None:
     async def climbed() -> list[Trained]:
-        settings = ladder._settings(TINY, "rollart", 0, None, rate=ladder.NEARLY_NOTHING, steps=TINY.steps)
+        settings = ladder.settings_of(TINY, "rollart", 0, None, rate=ladder.NEARLY_NOTHING, steps=TINY.steps)
         unwarmed = msgspec.structs.replace(
             settings, tasks=(msgspec.structs.replace(settings.tasks[0], warm_until=0.0),)
         )
-        return await ladder._steps(unwarmed, tmp_path / "run")
+        return await ladder.trained_steps(unwarmed, tmp_path / "run")
 
     lines = asyncio.run(climbed())
     assert [each.step for each in lines] == [1, 2, 3]
-    assert ladder._rate(lines) > 0.0
+    assert ladder.throughput(lines) > 0.0
 
 
 def test_a_run_of_learning_is_looked_at_and_drawn(tmp_path: Path) -> None:
     async def ran() -> learning.Run:
         sizes = msgspec.structs.replace(learning.QUICK, batch=2, batch_dear=2, members=2, episodes=2, every=1)
-        settings = learning._settings(sizes, ("chain",), 0, steps=2)
+        settings = learning.settings_of(sizes, ("chain",), 0, steps=2)
         unwarmed = msgspec.structs.replace(
             settings, tasks=(msgspec.structs.replace(settings.tasks[0], warm_until=0.0),)
         )
-        return await learning._run(unwarmed, tmp_path / "run", None)
+        return await learning.run_training(unwarmed, tmp_path / "run", None)
 
     run = asyncio.run(ran())
     assert [each.step for each in run.evaluated][-1] == 2 and run.trajectories[-1] == 8
     assert 0.0 <= run.final("chain") <= 1.0
-    page = learning._page({"chain": [run]}, [], {0: [run]})
+    page = learning.page_of({"chain": [run]}, [], {0: [run]})
     assert "chain alone" in page and page.count("<polyline") == 2
 
 
@@ -79,4 +79,4 @@ def test_the_end_of_a_run_is_its_last_five_evaluations() -> None:
 
 
 def test_an_agent_that_plays_blindly_is_worth_little() -> None:
-    assert asyncio.run(learning._random("frozenlake")) <= 0.25
+    assert asyncio.run(learning.random_score("frozenlake")) <= 0.25

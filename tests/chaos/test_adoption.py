@@ -19,9 +19,11 @@ from typing import Any, Self
 import msgspec
 import pytest
 from tests.chaos.conftest import (
+    GONE_S_MAX,
     STORY_S_MAX,
     Owners,
     awake,
+    cgroup_names,
     cpu_used,
     eventually,
     found_by,
@@ -734,11 +736,23 @@ await asyncio.sleep(1000)
             assert list(k.manager.missing) == ["one", "two", "three"]
             assert "spawner" in k.manager.missing["one"] and "no record" in k.manager.missing["three"]
             assert list((service.directory / "boxes").iterdir()) == []
-            assert k.manager._owner is not None and k.manager._owner.group.children() == []
+            assert cgroup_names(service.state) == []
             await k.open("one")
             assert await k.says("one", "ls") == ""
 
     run(story())
+
+
+async def until_gone(keeper: Keeper, sandbox: str) -> None:
+    """Until the manager has noticed that its spawner ended."""
+    async with asyncio.timeout(GONE_S_MAX):
+        while True:
+            try:
+                await keeper.manager.list(sandbox, "/")
+            except ManagerError as error:
+                if "is gone" in str(error) and "its first process has ended" not in str(error):
+                    return
+            await asyncio.sleep(0.005)
 
 
 def test_a_spawner_that_dies_under_its_owner_is_replaced_and_the_new_one_is_kept(service: Service) -> None:
@@ -747,7 +761,7 @@ def test_a_spawner_that_dies_under_its_owner_is_replaced_and_the_new_one_is_kept
             await k.open("one")
             first = service.spawner
             os.kill(first, signal.SIGKILL)
-            await until(lambda: k.manager._spawning is None, "its end is noticed")
+            await until_gone(k, "one")
             await asyncio.gather(*(k.open(f"new-{number}") for number in range(3)))
             assert service.spawner not in (0, first)
         async with service.comes() as k:

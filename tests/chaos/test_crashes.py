@@ -109,14 +109,17 @@ def test_every_operation_fails_once_the_first_process_exits(
 ) -> None:
     """The notification of the spawner comes later, here after the operation. In version 1 of control groups the frozen
     shell of the session cannot die: the first process waits for it, and the holder keeps the mounts."""
-    on_gone, delayed = manager.SandboxManager._on_gone, contextlib.ExitStack()
+    delayed = contextlib.ExitStack()
 
-    def notify(self: manager.SandboxManager, box: str, code: int) -> None:
-        delayed.callback(on_gone, self, box, code)
-        if is_over:
-            delayed.close()
+    def spawning(on_gone: Callable[[str, int], None], *rest: Any, **options: Any) -> Spawning:
+        def notify(box: str, code: int) -> None:
+            delayed.callback(on_gone, box, code)
+            if is_over:
+                delayed.close()
 
-    monkeypatch.setattr(manager.SandboxManager, "_on_gone", notify)
+        return Spawning(notify, *rest, **options)
+
+    monkeypatch.setattr(manager, "Spawning", spawning)
     is_over = False
 
     async def story(t: tangram.Client) -> None:

@@ -19,7 +19,6 @@ from tests.contracts.conftest import Bench, sandbox
 import tangram
 from tangram import Status
 from tangram.errors import ActionFailed, AdmissionRefused, FileFailed, InvalidAction, ManagerError, TangramError
-from tangram.managers.sandboxes.bwrap.manager import SandboxManager
 
 Play = Callable[..., Any]
 MIB = 1 << 20
@@ -108,11 +107,9 @@ def test_a_write_that_is_cancelled_leaves_no_part_of_a_file(play: Play) -> None:
 
 
 def test_a_runner_that_cannot_enter_its_sandbox_is_our_failure(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: SandboxManager, spec: object) -> None:
-        """As if the limit had been lowered after the sandbox was asked for."""
-
-    monkeypatch.setattr(SandboxManager, "_require_possible", nothing)
     too_many = resource.getrlimit(resource.RLIMIT_NOFILE)[1] + 1
+    # As if the limit had been lowered after the sandbox was asked for.
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (too_many, too_many))
 
     async def story(t: tangram.Client) -> None:
         async with t.sandbox(memory="64MiB", open_files=too_many, user="root") as box:

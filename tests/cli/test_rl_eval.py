@@ -218,7 +218,7 @@ def test_a_server_is_said_to_play_what_it_has_loaded(cli: Cli, trained: Path, tm
 
 
 def test_one_task_of_a_run_goes_without_the_teachers_of_others(tmp_path: Path) -> None:
-    from tangram.cli.rl_eval import _of_task
+    from tangram.cli.rl_eval import only_task
 
     def asks(name: str) -> RewardSettings:
         return RewardSettings(kind="teacher", service=name)
@@ -227,7 +227,7 @@ def test_one_task_of_a_run_goes_without_the_teachers_of_others(tmp_path: Path) -
         tasks=(TaskSettings(name="chain", reward=asks("one")), TaskSettings(name="frozenlake", reward=asks("two"))),
         teachers=tuple(TeacherSettings(name=name, checkpoint="x") for name in ("one", "two")),
     )
-    alone = _of_task(whole, "frozenlake")
+    alone = only_task(whole, "frozenlake")
     assert isinstance(alone, TrainSettings) and [each.name for each in alone.teachers] == ["two"]
 
 

@@ -99,7 +99,7 @@ def trained(step: int, names: tuple[str, ...] = NAMES, **changes: object) -> Tra
 
 def shown(view: TrainingProgress, width: int = 120, height: int = 40) -> list[str]:
     console = terminal(width, height)
-    view._console = console
+    view.console = console
     with console.capture() as captured:
         console.print(view.render())
     return re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()

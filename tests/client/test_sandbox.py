@@ -315,6 +315,7 @@ def test_root_inside_is_nobody_outside(connected: Connected) -> None:
     connected(test)
 
 
+@pytest.mark.parametrize("transport", ["embedded"], indirect=True)  # the spawner of a service is not our child
 def test_a_sandbox_whose_first_process_is_killed_is_lost_and_others_live(connected: Connected) -> None:
     async def test(t: Client) -> None:
         async with t.sandbox(memory="128MiB") as box:

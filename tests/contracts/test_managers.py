@@ -117,6 +117,13 @@ async def test_files_stay_between_programs(bench: Bench) -> None:
     assert await box.read("/work/note") == b"kept\n"
 
 
+async def test_a_manager_names_its_sandboxes_until_they_are_closed(bench: Bench) -> None:
+    one, other = await bench.open(), await bench.open()
+    assert bench.manager.sandboxes() == (one.name, other.name)
+    await one.close()
+    assert bench.manager.sandboxes() == (other.name,)
+
+
 async def test_sandboxes_do_not_share_their_workspaces(bench: Bench) -> None:
     one, other = await bench.open(), await bench.open()
     await one.run("echo mine > note")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tangram.core.messages import (
     Effect,
     Event,
     Finished,
+    NodeState,
     Pool,
     Refuse,
     Settle,
@@ -27,7 +29,7 @@ from tangram.core.messages import (
 )
 from tangram.core.policies import policy as by_name
 from tangram.core.policies.base import SchedulingPolicy
-from tangram.core.scheduler import Scheduler
+from tangram.core.scheduler import STORY_EVENTS, Scheduler
 
 
 class Cluster:
@@ -122,3 +124,26 @@ def cluster() -> Callable[..., Cluster]:
         return Cluster(*pools, policy=by_name(policy) if isinstance(policy, str) else policy, **limits)
 
     return make
+
+
+def counted(scheduler: Scheduler, now: float) -> int:
+    """The elements of every container that a scheduler keeps, once ticks have filled its story."""
+    for _ in range(STORY_EVENTS):
+        scheduler.handle(Tick(), now)
+    return _elements(scheduler, {})
+
+
+def _elements(what: Any, seen: dict[int, None]) -> int:
+    """The elements of every container that can be reached from here."""
+    if id(what) in seen or isinstance(what, str | bytes | int | float | type | NodeState):
+        return 0
+    seen[id(what)] = None
+    if isinstance(what, dict):
+        inside = [*what.keys(), *what.values()]
+    elif isinstance(what, list | tuple | set | deque):
+        inside = list(what)
+    else:
+        slots = [name for kind in type(what).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside = [getattr(what, name, None) for name in [*slots, *getattr(what, "__dict__", {})]]
+        return sum(_elements(some, seen) for some in inside if not callable(some))
+    return len(what) + sum(_elements(some, seen) for some in inside)

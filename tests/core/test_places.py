@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from tests.core.conftest import counted
 
 from tangram.core.action import Action, Status
 from tangram.core.demand import Amounts, Demand, cores, fixed, learned, one_of
@@ -30,6 +31,7 @@ from tangram.core.messages import (
     Tick,
     cpu_node,
 )
+from tangram.core.scheduler import STORY_EVENTS
 from tangram.errors import InvalidConfig, InvariantError
 
 Make = Callable[..., Any]
@@ -490,22 +492,6 @@ def test_quotas_that_a_dead_node_held_are_free_again(cluster: Make) -> None:
     assert c.starts() == ["b"]
 
 
-def counted(what: Any, seen: dict[int, None]) -> int:
-    """The elements of every container that can be reached from here."""
-    if id(what) in seen or isinstance(what, str | bytes | int | float | type | NodeState):
-        return 0
-    seen[id(what)] = None
-    if isinstance(what, dict):
-        inside = [*what.keys(), *what.values()]
-    elif isinstance(what, list | tuple | set | deque):
-        inside = list(what)
-    else:
-        slots = [name for kind in type(what).__mro__ for name in getattr(kind, "__slots__", ())]
-        inside = [getattr(what, name, None) for name in [*slots, *getattr(what, "__dict__", {})]]
-        return sum(counted(some, seen) for some in inside if not callable(some))
-    return len(what) + sum(counted(some, seen) for some in inside)
-
-
 @pytest.mark.parametrize(("policy", "nodes"), [("adaptive", 10_000), ("fcfs", 3_000)])
 def test_nodes_that_come_and_go_under_ever_new_names_leave_nothing_behind(
     cluster: Make, policy: str, nodes: int
@@ -544,8 +530,7 @@ def test_nodes_that_come_and_go_under_ever_new_names_leave_nothing_behind(
             scheduler.handle(event, number + 0.9)
         assert not scheduler.entries
     scheduler.check()
-    scheduler._events.clear()
-    assert counted(scheduler, {}) < 2_900, "less than one thing per node"
+    assert counted(scheduler, nodes + 1.0) < 2_900 + STORY_EVENTS * 4, "less than one thing per node"
     assert len(scheduler.ledger.nodes) == NODES_AWAY_MAX
     assert not scheduler.ledger.pools
 
@@ -606,19 +591,26 @@ def test_a_node_that_comes_back_without_its_pools_has_none(cluster: Make) -> Non
 
 def test_the_sizes_of_dead_nodes_are_remembered_up_to_a_number(cluster: Make) -> None:
     c = cluster(*LARGE)
-    for number in range(SHAPES_MAX + 1):
-        c.send(PoolChanged(pool=Pool(kind="gpu", node=f"g{number}", total=number + 1)))
-        c.send(NodeChanged(node=f"g{number}", state=NodeState.DOWN))
-    assert len(c.scheduler.ledger._shapes) == SHAPES_MAX
-    c.send(PoolChanged(pool=Pool(kind="gpu", node="again", total=2)))
-    c.send(NodeChanged(node="again", state=NodeState.DOWN))
-    c.send(PoolChanged(pool=Pool(kind="gpu", node="new", total=1000)))
-    c.send(NodeChanged(node="new", state=NodeState.DOWN))
-    kept = [dict(shape)["gpu"] for shape in c.scheduler.ledger._shapes]
-    assert (kept[0], kept[-2:]) == (4, [2, 1000]), "a size seen again counts as new"
-    c.submit("may come back", {"gpu": fixed(SHAPES_MAX)})
-    assert c.wakes(), "it waits for such a node"
-    c.submit("never was", {"gpu": fixed(SHAPES_MAX), "cpu": cores(1)})
+
+    names = itertools.count()
+
+    def comes_and_goes(units: int, kind: str = "disk") -> None:
+        node = f"away-{next(names)}"
+        c.send(PoolChanged(pool=Pool(kind=kind, node=node, total=units)))
+        c.send(NodeChanged(node=node, state=NodeState.DOWN))
+
+    for units in range(SHAPES_MAX + 1, 0, -1):
+        comes_and_goes(units)
+    c.submit("forgotten", {"disk": fixed(SHAPES_MAX + 1)})
+    assert c.refusal()[0] == "capacity"
+    c.submit("may come back", {"disk": fixed(SHAPES_MAX)})
+    assert c.wakes() and "may come back" in c.scheduler.entries, "it waits for such a node"
+    c.cancel("may come back")
+    comes_and_goes(SHAPES_MAX)
+    comes_and_goes(1, "another")
+    c.submit("is known", {"disk": fixed(SHAPES_MAX)})
+    assert "is known" in c.scheduler.entries, "a size seen again counts as new"
+    c.submit("never was", {"disk": fixed(SHAPES_MAX), "cpu": cores(1)})
     assert c.refusal()[0] == "capacity"
 
 

@@ -26,14 +26,14 @@ class Told(ArrivalOrder):
     name = "told"
 
     def __init__(self, plan: Callable[[Snapshot], Any] | None = None, key: Any = 0.0) -> None:
-        self._plan = plan
-        self._key = key
+        self.decide = plan
+        self.key = key
 
     def order(self, entry: object, snapshot: object) -> Any:
-        return self._key
+        return self.key
 
     def plan(self, snapshot: Snapshot) -> Any:
-        return self._plan(snapshot) if self._plan else self._begin_all(snapshot)
+        return self.decide(snapshot) if self.decide else self._begin_all(snapshot)
 
     def _begin_all(self, snapshot: Snapshot) -> Iterator[Begin]:
         for candidate in snapshot.candidates():
@@ -92,7 +92,7 @@ def test_an_action_that_the_policy_could_not_order_never_came_in(cluster: Make) 
     c.scheduler.check()
     assert c.explain("a") == "a is not live: it settled or never came"
     assert c.cancel("a") == c.pass_time(10.0) == []
-    policy._key = 0.0
+    policy.key = 0.0
     c.submit("a", ONE, sandbox="box")
     assert c.starts() == ["a"]
 
@@ -201,7 +201,7 @@ def test_a_size_that_is_no_whole_number_is_not_given(cluster: Make, reserved: An
     c = cluster(*NODE, policy=policy)
     c.submit("a", {"cpu": cores(1, 4)})
     entry = c.scheduler.entries["a"]
-    policy._plan = lambda snapshot: [Adjust(entry, reserved, limit)]
+    policy.decide = lambda snapshot: [Adjust(entry, reserved, limit)]
     with pytest.raises(InvariantError, match=r"policy told: plan resizes a to .*, expected whole numbers") as caught:
         c.submit("b", ONE)
     assert "Submit" in caught.value.story[0]
@@ -248,7 +248,7 @@ def test_of_a_start_that_oversells_one_pool_the_others_are_given_back(cluster: M
     c.submit("all", {"cpu": cores(4)})
     c.submit("a", {"cpu": cores(1, 4), "api": fixed(1)})
     c.submit("b", {"cpu": cores(1, 4), "api": fixed(1)})
-    policy._plan = lambda snapshot: [Begin(c.scheduler.entries[name], "n0") for name in "ab"]
+    policy.decide = lambda snapshot: [Begin(c.scheduler.entries[name], "n0") for name in "ab"]
     with pytest.raises(InvariantError, match="policy told: plan oversells api"):
         c.run("all")
     assert (c.free("cpu@n0"), c.free("api")) == (3000, 0)

@@ -105,7 +105,6 @@ def test_the_service_loaded_longest_ago_is_forgotten_by_name_and_out_of_the_mean
     assert residents.restore_s("used") == 7.0
     mean = (7.0 + 2.0 * (SERVICES_MAX - 1)) / SERVICES_MAX
     assert residents.restore_s("old") == residents.restore_s("unknown") == pytest.approx(mean)
-    assert len(residents._known) == SERVICES_MAX
 
 
 def test_a_service_is_worth_the_restores_that_it_saves_and_less_with_every_minute() -> None:

@@ -263,11 +263,11 @@ def test_placed_from_the_largest_down_any_affinity_leaves_room_for_the_rest(
 
 def test_check_finds_a_lost_chunk_and_buddies_apart() -> None:
     lost = Chunks(8)
-    lost._taken[lost.take(4).start] = 2
+    lost._taken[lost.take(4).start] = 2  # noqa: SLF001 - no public call makes it inconsistent
     with pytest.raises(InvariantError):
         lost.check()
     apart = Chunks(2)
-    apart._free = [[0, 1], []]
+    apart._free = [[0, 1], []]  # noqa: SLF001 - no public call makes it inconsistent
     with pytest.raises(InvariantError, match="not merged"):
         apart.check()
 

@@ -33,7 +33,7 @@ from tangram.managers.sandboxes.bwrap.images import base_layers
 from tangram.managers.sandboxes.bwrap.images.store import Image, ImageStore
 from tangram.managers.sandboxes.bwrap.owner import Owner
 from tangram.managers.sandboxes.bwrap.records import Record as SandboxRecord
-from tangram.managers.sandboxes.bwrap.spawner.client import _Greeting
+from tangram.managers.sandboxes.bwrap.spawner.client import Greeting
 from tangram.managers.sandboxes.cgroups import groups
 from tangram.managers.work import Close, Exec, Executed, Open
 from tangram.rl.buffer.records import BufferState, Waiting
@@ -243,7 +243,7 @@ def state() -> Files:
         owner.records.write(SANDBOX)
         owner.keep_with("run-a:fixed")
         store = ImageStore(folder / "images")
-        store._register(image)
+        store.register(image)
         store.remember("codefix-1", image)
         shutil.rmtree(folder / "images" / "locks")
         found = in_folder(folder)
@@ -259,7 +259,7 @@ def state() -> Files:
         [base_layers.Node("etc"), base_layers.Node("etc/name", 0o644, b"box"), base_layers.Node("a", target="b")]
     )
     names = {"layout": [name for name in layout if "images/images/" not in name], "layer": layer}
-    return files | {"state.json": pretty(names | {"greeting of the spawner": shape(_Greeting)})}
+    return files | {"state.json": pretty(names | {"greeting of the spawner": shape(Greeting)})}
 
 
 def _owner(folder: Path) -> Owner:

@@ -27,8 +27,10 @@ DEADLINE_S = 60.0
 class Rig:
     """An orchestrator with one node of two cores, and a sandbox that is open."""
 
-    def __init__(self, scripts: dict[str, Script] | None = None, **limits: Any) -> None:
-        self.manager = FakeManager(scripts or {}, cores=2)
+    def __init__(
+        self, scripts: dict[str, Script] | None = None, *, manager: type[FakeManager] = FakeManager, **limits: Any
+    ) -> None:
+        self.manager = manager(scripts or {}, cores=2)
         pools = self.manager.pools()
         self.node = pools[0].node
         self.scheduler = Scheduler(policy("adaptive"), pools, limits=Limits(**limits))
@@ -83,6 +85,22 @@ def test_an_action_runs_and_its_caller_gets_what_came_of_it() -> None:
 
     rig = with_rig(test)
     assert [type(event).__name__ for event, _ in rig.seen][-3:] == ["Submit", "Started", "Finished"]
+
+
+def test_an_observer_sees_every_event_until_it_is_removed() -> None:
+    async def test(rig: Rig) -> None:
+        seen: list[Event] = []
+        before = len(rig.seen)
+        remove = rig.orchestrator.observe(lambda now, event, effects: seen.append(event))
+        await rig.run()
+        assert seen == [event for event, _ in rig.seen[before:]]
+        remove()
+        remove()
+        count = len(seen)
+        await rig.run()
+        assert len(seen) == count
+
+    with_rig(test)
 
 
 def test_actions_that_do_not_fit_wait_their_turn() -> None:
@@ -334,19 +352,13 @@ class Buggy(FakeManager):
 
 
 def test_a_bug_in_a_manager_costs_the_action_that_found_it_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    def rig() -> Rig:
-        made = Rig({"held": Script(duration_s=0.02)})
-        made.manager = Buggy({"held": Script(duration_s=0.02)}, cores=2)
-        made.orchestrator._managers[made.node] = made.manager
-        return made
-
     async def test(rig: Rig) -> None:
         other = rig.submit("held")
         lost = await rig.run("found")
         assert lost.outcome.status is Status.LOST and "bug" in lost.outcome.reason
         assert (await rig.orchestrator.settle(other)).outcome.status is Status.SUCCEEDED
 
-    with_rig(test, rig)
+    with_rig(test, lambda: Rig({"held": Script(duration_s=0.02)}, manager=Buggy))
     assert "a digit too many" in caplog.text
 
 

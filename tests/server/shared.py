@@ -26,9 +26,12 @@ from tangram.config import (
 from tangram.core.action import Action
 from tangram.core.demand import CPU, Demand, cores
 from tangram.core.limits import Limits
-from tangram.managers.fake import FakeManager, FakeSandbox
+from tangram.core.messages import Grant
+from tangram.managers.base import Lease
+from tangram.managers.fake import FakeManager
 from tangram.managers.quotas.manager import Quota, Rate
-from tangram.managers.work import Exec, SandboxSpec
+from tangram.managers.work import Close, Exec, Open, SandboxSpec, Work
+from tangram.processes.streams import Output
 from tangram.server.actions.tenants import space_of
 from tangram.server.journal.adapter import encode
 from tangram.server.journal.journal import Journal
@@ -102,20 +105,25 @@ async def serving(folder: Path, *, clock: Clock | None = None, **options: Any) -
 def keeping(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     """The fake manager has kept these sandboxes beyond the service before. Returns those that are closed, as they
     are."""
-    spec, closed = SandboxSpec(), []
-    close = FakeManager._close
+    spec, closed = SandboxSpec(), list[str]()
+    enter, start = FakeManager.__aenter__, FakeManager.start
 
-    def closing(self: FakeManager, name: str, why: str) -> None:
-        closed.append(name)
-        close(self, name, why)
+    async def starting(
+        self: FakeManager, action: Action, grant: Grant, work: Work, output: Output | None = None
+    ) -> Lease:
+        if isinstance(work, Close):
+            closed.append(action.sandbox)
+        return await start(self, action, grant, work, output)
 
     async def entered(self: FakeManager) -> FakeManager:
-        self._boxes = {name: FakeSandbox(spec, {}, set()) for name in names}
-        return self
+        for name in names:
+            action = Action(id=f"open-{name}", demand=Demand({CPU: cores(1)}), sandbox=name)
+            await start(self, action, Grant(action.id, "local", (), 0), Open(spec=spec))
+        return await enter(self)
 
     monkeypatch.setattr(FakeManager, "adopted", dict.fromkeys(names, spec), raising=False)
     monkeypatch.setattr(FakeManager, "missing", {}, raising=False)
-    monkeypatch.setattr(FakeManager, "_close", closing)
+    monkeypatch.setattr(FakeManager, "start", starting)
     monkeypatch.setattr(FakeManager, "__aenter__", entered)
     return closed
 

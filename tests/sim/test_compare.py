@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import pickle
+import multiprocessing
 import random
 import statistics
 from pathlib import Path
@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from tangram.errors import InvalidConfig, InvalidTrace, InvariantError, ManagerError
-from tangram.processes import process_pool
 from tangram.processes.process_pool import Workers
 from tangram.reports.statistics import mean_of, ratio_of, student_t95
 from tangram.sim.compare import METRICS, Comparison, Setup, Source, check_policy, compare
@@ -260,17 +259,23 @@ def test_an_error_in_a_worker_is_raised_here_as_what_it_was() -> None:
     assert caught.value.story == ["submitted", "started"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        InvalidConfig("cores", 0, "at least 1"),
-        InvalidTrace("x.csv:2", "?", "a number"),
-        ManagerError("gone"),
-        KeyError("x"),
-    ],
-)
+ERRORS = [
+    InvalidConfig("cores", 0, "at least 1"),
+    InvalidTrace("x.csv:2", "?", "a number"),
+    ManagerError("gone"),
+    KeyError("x"),
+]
+
+
+def _raise(number: int, report) -> None:
+    raise ERRORS[number]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_every_error_survives_the_way_from_a_worker(error: Exception) -> None:
-    arrived = process_pool._rebuilt(*pickle.loads(pickle.dumps(process_pool._taken_apart(error))))
+    with Workers(2) as workers, pytest.raises(type(error)) as caught:
+        workers.map(_raise, [ERRORS.index(error)] * 2)
+    arrived = caught.value
     assert (type(arrived), str(arrived), arrived.__dict__.keys() - {"__notes__"}) == (
         type(error),
         str(error),
@@ -284,11 +289,11 @@ def test_a_worker_that_dies_is_an_error_and_no_hang() -> None:
 
 
 def test_no_worker_outlives_the_block() -> None:
+    before = set(multiprocessing.active_children())
     with Workers(2) as workers:
         workers.map(_square, [1, 2])
-        processes = [process for process, _ in workers._workers]
-        assert all(process.is_alive() for process in processes)
-    assert not any(process.is_alive() for process in processes)
+        assert len(set(multiprocessing.active_children()) - before) == 2
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_an_unreadable_trace_is_said_in_the_words_of_the_loader(tmp_path: Path) -> None:

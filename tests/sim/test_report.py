@@ -249,7 +249,7 @@ def test_the_window_lies_where_most_is_waiting() -> None:
 
 def test_actions_of_one_turn_share_their_row() -> None:
     rows = [row(1, 0.0, 0.0, 2.0), row(1, 0.0, 0.0, 3.0), row(1, 5.0, 0.0, 1.0)]
-    placed = list(charts._side_by_side(rows))
+    placed = list(charts.side_by_side(rows))
     assert [(place, share) for _, place, share in placed] == [(0.0, 0.5), (0.5, 0.5), (0.0, 1.0)]
 
 

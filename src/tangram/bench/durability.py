@@ -89,13 +89,13 @@ async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress)
         wire = Wire(service.url, "", "", RECONNECT_S)
         await wire.open()
         try:
-            clients = _Clients(sizes, wire, folder, backend)
+            clients = Clients(sizes, wire, folder, backend)
             recoveries, early = await _killed_again_and_again(sizes, service, clients, progress)
             await clients.close()
             forgotten = await clients.forgotten()
         finally:
             await wire.close()
-    _tell(found, clients, forgotten, recoveries)
+    add_metrics(found, clients, forgotten, recoveries)
     found.notes.append(
         f"Backend {backend}; {sizes.kills} kills under load, and {early} more while the next process was starting."
     )
@@ -103,7 +103,7 @@ async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress)
 
 
 async def _killed_again_and_again(
-    sizes: Sizes, service: ServiceProcess, clients: _Clients, progress: Progress
+    sizes: Sizes, service: ServiceProcess, clients: Clients, progress: Progress
 ) -> tuple[list[float], int]:
     """The seconds of each recovery, and how often a process was killed that was not up yet."""
     draw = random.Random(sizes.seed)
@@ -123,7 +123,8 @@ async def _killed_again_and_again(
     return recoveries, early
 
 
-def _tell(found: Findings, clients: _Clients, forgotten: int, recoveries: list[float]) -> None:
+def add_metrics(found: Findings, clients: Clients, forgotten: int, recoveries: list[float]) -> None:
+    """All metrics; `forgotten` results the service no longer has, `recoveries` in seconds."""
     outcomes = clients.outcome_by_id
     runs = collections.Counter(clients.ran)
     never = len(clients.acknowledged - outcomes.keys())
@@ -160,7 +161,7 @@ class _Box:
         """Actions that were submitted in it."""
 
 
-class _Clients:
+class Clients:
     """All who ask for actions, and what they know."""
 
     def __init__(self, sizes: Sizes, wire: Wire, folder: Path, backend: str) -> None:

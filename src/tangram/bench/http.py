@@ -74,14 +74,14 @@ def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress
         rates.append(by_itself(embedded_rate, (sizes.embedded, sizes.clients), processes))
         progress(0.7 + 0.2 * (number + 1) / sizes.rounds)
     found.add("embedded_actions_per_s", mean_of(rates), at_least(10_000.0))
-    _others(sizes, processes, found)
+    add_other_systems(sizes, processes, found)
     progress(1.0)
     return found.result("http", "measured", sizes)
 
 
 async def _served(sizes: Sizes, folder: Path, processes: int | None, found: Findings, progress: Progress) -> None:
     tables = {"node": {"backend": "fake", "cores": CORES, "memory": f"{MEMORY_MIB * (sizes.clients + 4)}MiB"}}
-    _allow_descriptors(sizes.waiting)
+    allow_descriptors(sizes.waiting)
     async with ServiceProcess(folder, tables) as service:
 
         async def ask(job: Callable[..., Any], *arguments: Any) -> Any:
@@ -102,7 +102,7 @@ async def _served(sizes: Sizes, folder: Path, processes: int | None, found: Find
         found.add("overhead_ms_p50", mean_of(medians), at_most(10.0))
         found.add("overhead_ms_p99", mean_of(tails), PRINTED)
         found.add("cpu_us_per_action", mean_of(costs), PRINTED)
-        waiting, problems = await ask(_waiting, sizes.waiting)
+        waiting, problems = await ask(clients_waiting, sizes.waiting)
         found.add("waiting_clients", float(waiting), at_least(float(FULL.waiting)))
         progress(1.0)
     if problems:
@@ -118,7 +118,7 @@ def _cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _allow_descriptors(connections: int) -> None:
+def allow_descriptors(connections: int) -> None:
     """For this process and those that it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_DESCRIPTORS
@@ -129,7 +129,8 @@ def _allow_descriptors(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _others(sizes: Sizes, processes: int | None, found: Findings) -> None:
+def add_other_systems(sizes: Sizes, processes: int | None, found: Findings) -> None:
+    """The rates of Ray and Dask, or why they are not measured."""
     for name, job in (("ray_tasks_per_s", ray_rate), ("dask_tasks_per_s", dask_rate)):
         try:
             found.add(name, by_itself(job, (sizes.others, sizes.clients), processes), PRINTED)
@@ -176,7 +177,7 @@ async def _one_by_one(url: str, count: int) -> list[float]:
     return times
 
 
-async def _waiting(url: str, clients: int) -> tuple[int, list[str]]:
+async def clients_waiting(url: str, clients: int) -> tuple[int, list[str]]:
     """How many waited at once and got the right answer, or 0 and what went wrong."""
     whole = Demand({CPU: cores(CORES)})
     async with Caller(url) as caller:

@@ -98,20 +98,21 @@ async def _measure(sizes: Sizes, folder: Path, progress: Progress) -> BenchResul
         warm = await _warm(sizes, folder / f"warm-{seed}", seed)
         for number, mode in enumerate(MODES):
             progress((seed * len(MODES) + number) / parts, f"{mode}, seed {seed}")
-            settings = _settings(sizes, mode, seed, warm, rate=NEARLY_NOTHING, steps=sizes.steps)
-            fixed[mode].append(await _steps(settings, folder / f"{mode}-{seed}"))
+            settings = settings_of(sizes, mode, seed, warm, rate=NEARLY_NOTHING, steps=sizes.steps)
+            fixed[mode].append(await trained_steps(settings, folder / f"{mode}-{seed}"))
             if sizes.score:
-                settings = _settings(sizes, mode, seed, warm, rate=7e-4, steps=sizes.score_steps_max)
+                settings = settings_of(sizes, mode, seed, warm, rate=7e-4, steps=sizes.score_steps_max)
                 learned[mode].append(await _seconds_to(sizes.score, settings, folder / f"{mode}-{seed}-learns"))
-    _add_throughput(found, fixed, sizes)
+    add_throughput(found, fixed, sizes)
     if sizes.score:
         for mode, seconds in learned.items():
             found.add(f"time_to_score_{mode}", mean_of(seconds), PRINTED)
     return found.result("ladder", "measured", sizes)
 
 
-def _add_throughput(found: Findings, fixed: dict[str, list[list[Trained]]], sizes: Sizes) -> None:
-    rates = {mode: [_rate(lines) for lines in runs] for mode, runs in fixed.items()}
+def add_throughput(found: Findings, fixed: dict[str, list[list[Trained]]], sizes: Sizes) -> None:
+    """Metrics of the runs of each mode, one per seed."""
+    rates = {mode: [throughput(lines) for lines in runs] for mode, runs in fixed.items()}
     for mode in MODES:
         found.add(mode, mean_of(rates[mode]), PRINTED)
     names = list(MODES)
@@ -138,7 +139,7 @@ def _add_throughput(found: Findings, fixed: dict[str, list[list[Trained]]], size
     )
 
 
-def _rate(lines: list[Trained]) -> float:
+def throughput(lines: list[Trained]) -> float:
     """Trajectories per second, of the steps in which all pipelines are full."""
     counted = lines[FILLING:]
     return sum(sum(line.staleness) for line in counted) / sum(line.step_s for line in counted)
@@ -153,7 +154,7 @@ def _discarded(runs: list[list[Trained]]) -> float:
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-def _settings(sizes: Sizes, mode: str, seed: int, warm: Path | None, *, rate: float, steps: int) -> TrainSettings:
+def settings_of(sizes: Sizes, mode: str, seed: int, warm: Path | None, *, rate: float, steps: int) -> TrainSettings:
     return TrainSettings(
         seed=seed,
         policy=PolicySettings(checkpoint=str(warm) if warm is not None else "", seed=seed),
@@ -178,11 +179,12 @@ def _settings(sizes: Sizes, mode: str, seed: int, warm: Path | None, *, rate: fl
 
 async def _warm(sizes: Sizes, folder: Path, seed: int) -> Path:
     """The checkpoint of a policy that knows the format, with which all modes begin."""
-    await train(_settings(sizes, "sync_plus", seed, None, rate=NEARLY_NOTHING, steps=1), folder)
+    await train(settings_of(sizes, "sync_plus", seed, None, rate=NEARLY_NOTHING, steps=1), folder)
     return folder / "checkpoints" / f"{0:08d}"
 
 
-async def _steps(settings: TrainSettings, folder: Path) -> list[Trained]:
+async def trained_steps(settings: TrainSettings, folder: Path) -> list[Trained]:
+    """One line per step of a run."""
     lines: list[Trained] = []
 
     def tell(line: AnyLine) -> None:

@@ -118,21 +118,21 @@ async def _measure(sizes: Sizes, folder: Path, progress: Progress, report: Path 
     for seed in range(sizes.seeds):
         for task in sizes.tasks:
             progress(done / parts, f"{task}, seed {seed}")
-            settings = _settings(sizes, (task,), seed)
-            alone[task].append(await _run(settings, folder / f"{task}-{seed}", sizes.task_s))
+            settings = settings_of(sizes, (task,), seed)
+            alone[task].append(await run_training(settings, folder / f"{task}-{seed}", sizes.task_s))
             done += 1.0
         if sizes.mix:
             progress(done / parts, f"mix, seed {seed}")
-            mixed.append(await _run(_settings(sizes, MIX, seed), folder / f"mix-{seed}", sizes.mix_s))
+            mixed.append(await run_training(settings_of(sizes, MIX, seed), folder / f"mix-{seed}", sizes.mix_s))
             done += 2.0
         for alpha in sizes.alphas:
             progress(done / parts, f"alpha {alpha}, seed {seed}")
-            settings = _settings(sizes, ("frozenlake",), seed, alpha=alpha, steps=sizes.alpha_steps)
-            aged[alpha].append(await _run(settings, folder / f"alpha-{alpha}-{seed}", None))
+            settings = settings_of(sizes, ("frozenlake",), seed, alpha=alpha, steps=sizes.alpha_steps)
+            aged[alpha].append(await run_training(settings, folder / f"alpha-{alpha}-{seed}", None))
             done += 0.3
     for task, runs in alone.items():
         found.add(f"final_{task}", mean_of([run.final(task) for run in runs]), at_least(0.8))
-        found.add(f"random_{task}", await _random(task), at_most(0.25))
+        found.add(f"random_{task}", await random_score(task), at_most(0.25))
         _add_warm(found, task, runs)
         found.add(f"seconds_{task}", mean_of([run.seconds for run in runs]), at_most(sizes.task_s))
     if mixed:
@@ -144,7 +144,7 @@ async def _measure(sizes: Sizes, folder: Path, progress: Progress, report: Path 
         found.add(f"alpha_{alpha}", mean_of([run.final("frozenlake") for run in runs]), PRINTED)
         found.notes.append(f"alpha {alpha}: {_curve(runs)}")
     if report is not None:
-        await asyncio.to_thread(report.write_text, _page(alone, mixed, aged))
+        await asyncio.to_thread(report.write_text, page_of(alone, mixed, aged))
         found.notes.append(f"The curves are in {report}.")
     return found.result("learning", "measured", sizes)
 
@@ -161,7 +161,7 @@ def _add_warm(found: Findings, task: str, runs: list[Run], before: str = "") -> 
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
 
-def _settings(
+def settings_of(
     sizes: Sizes, tasks: tuple[str, ...], seed: int, *, alpha: int = 1, steps: int = 100_000
 ) -> TrainSettings:
     dear = any(task in DEAR for task in tasks)
@@ -179,7 +179,7 @@ def _settings(
     )
 
 
-async def _run(settings: TrainSettings, folder: Path, seconds_max: float | None) -> Run:
+async def run_training(settings: TrainSettings, folder: Path, seconds_max: float | None) -> Run:
     """Until it is well above the goal, or the time is over; without a limit, to its last step."""
     seen, trajectories = Run(evaluated=[], trajectories=[]), 0
     enough = asyncio.Event()
@@ -212,7 +212,7 @@ async def _run(settings: TrainSettings, folder: Path, seconds_max: float | None)
     return seen
 
 
-async def _random(task: str) -> float:
+async def random_score(task: str) -> float:
     """Of the agent that plays well-formed actions blindly."""
     settings = TrainSettings(tasks=(TASKS[task],))
     made = tasks_of(settings)
@@ -237,7 +237,7 @@ def _curve(runs: list[Run]) -> str:
     )
 
 
-def _page(alone: dict[str, list[Run]], mixed: list[Run], aged: dict[int, list[Run]]) -> str:
+def page_of(alone: dict[str, list[Run]], mixed: list[Run], aged: dict[int, list[Run]]) -> str:
     charts: list[tuple[str, dict[str, list[tuple[float, float]]]]] = []
     for task, runs in alone.items():
         charts.append((f"{task} alone", {f"seed {n}": _points(run, task) for n, run in enumerate(runs)}))

@@ -107,7 +107,7 @@ async def _measure(sizes: Sizes, folder: Path, backend: str, progress: Progress)
         after = await footprint.at_idle()
         more = footprint.descriptors() - descriptors
         inside = await service.inside()
-    _tell(found, samples, before, after)
+    add_metrics(found, samples, before, after)
     done = sum(load.done.values())
     found.add("actions", float(done), PRINTED)
     found.notes.append(
@@ -142,7 +142,8 @@ async def _sampled(service: ServiceProcess, load: Load, seconds: float, progress
     return samples
 
 
-def _tell(found: Findings, samples: list[int], before: dict[str, int], after: dict[str, int]) -> None:
+def add_metrics(found: Findings, samples: list[int], before: dict[str, int], after: dict[str, int]) -> None:
+    """Growth of memory by its samples, and leaks by the counts before and after."""
     found.add("rss_growth", growth(samples), at_most(0.05))
     found.add("leaks", float(sum(max(0, after[kind] - before[kind]) for kind in before)), at_most(0.0))
     found.add("rss_mib", statistics.median(samples[-max(1, len(samples) // 4) :]) / MIB, PRINTED)
@@ -182,7 +183,7 @@ class Footprint:
         return {
             "descriptors": len(self._service.descriptors()),
             "tasks": inside.tasks,
-            "processes": sum(len(processes_below(pid)) for pid in (self._service.pid, *self._spawners())),
+            "processes": sum(len(processes_below(pid)) for pid in (self._service.pid, *self.spawners())),
             "control_groups": self._control_groups(),
             "mounts": self._mounts(),
             "sandbox_files": sum(1 for _ in (self._folder / "state").rglob("*")),
@@ -201,7 +202,7 @@ class Footprint:
         roots = [place / "tangram" / owner.name for owner in owners.iterdir() for place in places]
         return sum(1 for root in roots for _, folders, _ in os.walk(root) for _ in folders)
 
-    def _spawners(self) -> list[int]:
+    def spawners(self) -> list[int]:
         """Of the sandboxes of the service. They are nobody's children, and write into their locks who they are."""
         locks = (self._folder / "state" / "owners").glob("*/kept/spawner.lock")
         return [int(pid) for lock in locks if (pid := lock.read_text().strip()).isdigit()]

@@ -155,7 +155,7 @@ async def _side(side: str, sizes: Sizes, seed: int, policy: Path, backend: str, 
     trained = [line for line in lines if isinstance(line, Trained)][1:]
     assert len(trained) == sizes.steps, f"expected {sizes.steps} measured steps, got {len(trained)}"
     played = [each for each in watch.ended_ if each.ending.rewarded]
-    spent = [_spent(each) for each in played]
+    spent = [time_spent(each) for each in played]
     return Side(
         steps_s=[line.step_s for line in trained],
         train_s=statistics.fmean(line.train_s for line in trained),
@@ -166,7 +166,7 @@ async def _side(side: str, sizes: Sizes, seed: int, policy: Path, backend: str, 
     )
 
 
-def _spent(trajectory: Trajectory) -> tuple[float, float, float]:
+def time_spent(trajectory: Trajectory) -> tuple[float, float, float]:
     """Seconds of writing, of its environment, and between its place and its last step."""
     spans = [span for span in trajectory.spans if span.stage in (Stage.RESET, Stage.GENERATE, Stage.STEP)]
     placed_s = spans[0].began_s + spans[0].waiting_s

@@ -101,7 +101,7 @@ def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress
     found = Findings()
     seeds = range(sizes.seeds)
     saved = play(sizing.devices_needed, [(sizes.sizing, seed) for seed in seeds], processes, part(progress, 0.0, 0.4))
-    sides = _sides(sizes)
+    sides = sides_of(sizes)
     jobs = [(sizes, side, seed) for side in sides for seed in seeds]
     played = play(play_side, jobs, processes, part(progress, 0.4, 1.0))
     rows = {side: played[i * sizes.seeds : (i + 1) * sizes.seeds] for i, side in enumerate(sides)}
@@ -111,12 +111,12 @@ def measure(sizes: Sizes, *, trace: Path | None, processes: int | None, progress
     found.add("devices_saved", share, at_least(sizing.DEVICES_GOAL))
     found.add("devices_needed", mean_of([row["needed"] for row in saved]))
     for batch in sizes.batches:
-        _compare(found, sizes, rows, batch)
-    _explain(found, sizes)
+        compare_batch(found, sizes, rows, batch)
+    add_notes(found, sizes)
     return found.result("teachers", "simulated", sizes)
 
 
-def _sides(sizes: Sizes) -> list[Side]:
+def sides_of(sizes: Sizes) -> list[Side]:
     """The longest simulations first."""
     shapes = (AS_IT_IS, EVEN, *CROWDING)
     batches = sorted(sizes.batches, reverse=True)
@@ -140,7 +140,7 @@ def _on_demand(sizes: Sizes) -> dict[str, list[OnDemandConfig]]:
 # ---- what is reported -------------------------------------------------------------------------------------------
 
 
-def _compare(found: Findings, sizes: Sizes, rows: dict[Side, list[Row]], batch: int) -> None:
+def compare_batch(found: Findings, sizes: Sizes, rows: dict[Side, list[Row]], batch: int) -> None:
     """All metrics at one batch."""
     ours, static = rows[Side(OURS, batch)], rows[Side(STATIC, batch)]
     _ratio(found, f"act_vs_static_{batch}", static, ours)
@@ -177,7 +177,8 @@ def _ratio(found: Findings, metric: str, other: list[Row], ours: list[Row]) -> N
     found.add(metric, paired(other, ours, "act_mean_s"), PRINTED if metric in PUBLISHED else None)
 
 
-def _explain(found: Findings, sizes: Sizes) -> None:
+def add_notes(found: Findings, sizes: Sizes) -> None:
+    """What the metrics mean, and how they compare with published ones."""
     value = found.metrics
     found.notes.append(
         f"devices_saved is of {sizes.sizing.devices_reserved} devices, {sizes.devices_per_service} for each of"
@@ -302,11 +303,11 @@ def _busiest(workload: Workload, devices: int) -> Row:
     calls = sum(map(len, coming.values()))
     return {
         "busiest_share": max(map(len, coming.values())) / calls,
-        "peak_load": max(_peak_s(sorted(each)) for each in coming.values()) / PEAK_S,
+        "peak_load": max(peak_s(sorted(each)) for each in coming.values()) / PEAK_S,
     }
 
 
-def _peak_s(coming: list[tuple[float, float]]) -> float:
+def peak_s(coming: list[tuple[float, float]]) -> float:
     """The most seconds of work that come within PEAK_S; `coming` are times and seconds, by time."""
     most = within = 0.0
     oldest = 0

@@ -74,7 +74,7 @@ def evaluate(
             raise InvalidConfig("out", str(out), "a file that is not there yet")
     with ExitStack() as stack:
         found = _found(checkpoint, config, stack)
-        settings = _of_task(found.settings, task)
+        settings = only_task(found.settings, task)
         asked = _asked(found, episodes, 0.0 if greedy else temperature)
         from tangram.rl.train.evaluator import held_out
 
@@ -182,7 +182,8 @@ def _known(checkpoint: Path) -> str:
     return f"one of its checkpoints{there}"
 
 
-def _of_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
+def only_task(settings: RolloutSettings, task: str | None) -> RolloutSettings:
+    """The settings with this task alone, and the teacher of its reward; unchanged for None. Raises InvalidConfig."""
     import difflib
 
     import msgspec

@@ -348,13 +348,13 @@ def timeline(line: Line, shown: Window, css_by_kind: dict[str, str]) -> str:
         if row.trajectory in inside and row.ended_at > shown.start_s and row.submitted_at < shown.end_s:
             inside[row.trajectory].append(row)
     for name, rows in inside.items():
-        for row, place, share in _side_by_side(rows):
+        for row, place, share in side_by_side(rows):
             y = top + height * row_by_name[name] + 2.0
             _bar(drawing, row, across, (y + 13.0 * place, 13.0 * share), css_by_kind.get(row.kind, "k6"))
     return drawing.render()
 
 
-def _side_by_side(rows: list[ActionRow]) -> Iterator[tuple[ActionRow, float, float]]:
+def side_by_side(rows: list[ActionRow]) -> Iterator[tuple[ActionRow, float, float]]:
     """Each action with where in the row it lies and how much of it it takes: actions of one turn share the row."""
     together: list[ActionRow] = []
     end = 0.0

@@ -18,6 +18,7 @@ import pytest
 
 from tangram.core.demand import CORE
 from tangram.errors import ManagerError
+from tangram.managers.sandboxes.cgroups import cgroupfs
 from tangram.managers.sandboxes.cgroups import groups as cgroups
 from tangram.managers.sandboxes.cgroups.groups import Group, owner_root, owners, remove_owner
 from tangram.managers.sandboxes.cgroups.hierarchies import Hierarchies, find_hierarchies, place
@@ -186,7 +187,14 @@ def test_killing_ends_even_what_forks_all_the_time(at: Place) -> None:
 
 @needs_v2
 def test_killing_works_on_kernels_that_cannot_kill_a_group(at: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "_killed_by_kernel", lambda group: False)
+    write = cgroupfs.write
+
+    def refuse_kill(path: Path | str, text: str) -> None:
+        if Path(path).name == "cgroup.kill":
+            raise FileNotFoundError(path)
+        write(path, text)
+
+    monkeypatch.setattr(cgroupfs, "write", refuse_kill)
     test_killing_ends_even_what_forks_all_the_time(at)
 
 

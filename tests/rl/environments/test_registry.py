@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 import pytest
 
 from tangram.errors import InvalidConfig
-from tangram.rl.environments import registry
 from tangram.rl.environments.chain import Chain
 from tangram.rl.environments.frozenlake import FrozenLake
-from tangram.rl.environments.protocol import Outside, Step
-from tangram.rl.environments.registry import missing_of, names, register, resolve, words_of
+from tangram.rl.environments.protocol import Outside, Step, Task
+from tangram.rl.environments.registry import BUILT_IN, missing_of, names, register, resolve, unregister, words_of
 from tangram.rl.rollout.codec import Words
 
 
@@ -36,12 +35,29 @@ class Maze:
     async def close(self) -> None: ...
 
 
+def registered() -> dict[str, Task]:
+    return {name: resolve(name) for name in names() if name not in BUILT_IN}
+
+
 @pytest.fixture(autouse=True)
-def _own_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    path = list(sys.path)
-    monkeypatch.setattr(registry, "_task_by_name", {})
+def _own_names() -> Iterator[None]:
+    path, before = list(sys.path), registered()
+    for name in before:
+        unregister(name)
     yield
+    for name in registered():
+        unregister(name)
+    for name, task in before.items():
+        register(name, task)
     sys.path[:] = path
+
+
+def test_a_name_that_is_unregistered_is_free_again() -> None:
+    register("own", Maze)
+    unregister("own")
+    assert "own" not in names()
+    with pytest.raises(InvalidConfig, match="one that is registered"):
+        unregister("own")
 
 
 def refused(name: str) -> str:

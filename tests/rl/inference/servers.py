@@ -54,8 +54,8 @@ class ModelServer:
         self.hides_stop = False
         self.done = b"data: [DONE]\n\n"
         """How it ends a stream."""
-        self._running = asyncio.Event()
-        self._running.set()
+        self.running = asyncio.Event()
+        self.running.set()
         self._abort_by_id: dict[str, asyncio.Event] = {}
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -73,7 +73,7 @@ class ModelServer:
         await self.stop()
 
     async def stop(self) -> None:
-        self._running.set()
+        self.running.set()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -91,9 +91,9 @@ class ModelServer:
             return web.json_response({"detail": "Not Found"}, status=404)
         match request.path:
             case "/pause" | "/pause_generation":
-                self._running.clear()
+                self.running.clear()
             case "/resume" | "/continue_generation":
-                self._running.set()
+                self.running.set()
             case "/collective_rpc":
                 if self.refuse_weights:
                     return web.Response(status=500, text="no such file")
@@ -134,14 +134,14 @@ class ModelServer:
         finally:
             self.inside -= 1
 
-    def _token(self, position: int) -> int:
+    def token(self, position: int) -> int:
         return 5 + position * 7 % (self.vocabulary - 5)
 
     def _logprob(self, temperature: float) -> float:
         return -1.25 / temperature if self.scaled and temperature else -1.25
 
     async def _pace(self) -> None:
-        await self._running.wait()
+        await self.running.wait()
         await asyncio.sleep(TOKEN_S)
 
     async def _complete(self, request: web.Request, body: Any) -> web.StreamResponse:
@@ -156,10 +156,10 @@ class ModelServer:
         first, limit = len(body["prompt"]), body["max_tokens"]
         for number in range(limit):
             await self._pace()
-            broken = await self._misbehave(response, number, limit)
+            broken = await self._misbehave(request, response, number, limit)
             if broken:
                 return response
-            token = self._token(first + number)
+            token = self.token(first + number)
             finish = "length" if number == limit - 1 else None
             if number + 1 == self.stop_token:
                 token, finish = body["stop_token_ids"][0], "stop"
@@ -208,7 +208,7 @@ class ModelServer:
             case "too many" | "after the end" | "" | _:
                 pass
 
-    async def _misbehave(self, response: web.StreamResponse, number: int, limit: int) -> bool:
+    async def _misbehave(self, request: web.Request, response: web.StreamResponse, number: int, limit: int) -> bool:
         if self.fault == "too many" and number == limit - 1:
             return False
         if number < self.fault_after:
@@ -226,8 +226,8 @@ class ModelServer:
             case "no end":
                 return True
             case "dropped":
-                transport = response._req.transport  # type: ignore[union-attr]
-                transport.abort()
+                assert isinstance(request.transport, asyncio.WriteTransport)
+                request.transport.abort()
                 return True
             case "silent":
                 await asyncio.sleep(3600.0)
@@ -249,7 +249,7 @@ class ModelServer:
             if self.fault == "dropped" and number == self.fault_after:
                 request.transport.abort()  # type: ignore[union-attr]
                 return web.Response()
-            ids.append(self._token(first + number))
+            ids.append(self.token(first + number))
         del self._abort_by_id[body["rid"]]
         told = [[self._logprob(sampling["temperature"]), token, None] for token in ids]
         meta = {

@@ -59,8 +59,8 @@ class Chaos:
     async def run(self) -> None:
         gateway = self.rig.gateway
         await gateway.start(weights(self.version))
-        trouble = asyncio.create_task(self._trouble())
-        trainer = asyncio.create_task(self._train())
+        trouble = asyncio.create_task(self.trouble())
+        trainer = asyncio.create_task(self.train())
         async with asyncio.timeout(36_000.0):  # a hang is a failure
             await asyncio.gather(*(self._trajectory(number) for number in range(REQUESTS // 4)))
         self.over = True
@@ -129,7 +129,7 @@ class Chaos:
         removed = [kept.name for kept in statistics.engines if kept.state is State.REMOVED]
         assert sorted(removed) == sorted(event.engine for event in self.rig.told(EngineRemoved))
 
-    async def _trouble(self) -> None:
+    async def trouble(self) -> None:
         while True:
             await asyncio.sleep(self.random.expovariate(1 / 4.0))
             engine = self.random.choice(self.engines)
@@ -146,7 +146,7 @@ class Chaos:
                 case "no start":
                     engine.refuse(starts=1)
 
-    async def _train(self) -> None:
+    async def train(self) -> None:
         """Weights are never taken back."""
         updates: set[asyncio.Task[None]] = set()
         try:
@@ -194,8 +194,8 @@ def test_closing_at_any_moment_ends_everybody(seed: int) -> None:
         gateway = chaos.rig.gateway
         starting = asyncio.create_task(gateway.start(weights()))
         await asyncio.sleep(chaos.random.choice([0.0, 0.5, 5.0, 5.0]))
-        trouble = asyncio.create_task(chaos._trouble())
-        trainer = asyncio.create_task(chaos._train())
+        trouble = asyncio.create_task(chaos.trouble())
+        trainer = asyncio.create_task(chaos.train())
         tasks = [
             asyncio.create_task(gateway.generate(a_request(tokens_max=chaos.random.randint(1, 200)))) for _ in range(20)
         ]

@@ -58,7 +58,7 @@ def checkpoint(folder: Path, version: int) -> Weights:
 
 def tokens_of(server: ModelServer, request: Request) -> tuple[int, ...]:
     first = len(request.tokens)
-    return tuple(server._token(first + number) for number in range(request.sampling.tokens_max))
+    return tuple(server.token(first + number) for number in range(request.sampling.tokens_max))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -195,7 +195,7 @@ def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(d
         server.refuse_weights = True
         with pytest.raises(ManagerError, match="no such file"):
             await engine.start(third)
-        assert server._running.is_set()
+        assert server.running.is_set()
         server.refuse_weights = False
         await engine.start(third)
         assert server.weights == third.folder and engine.trains
@@ -208,7 +208,7 @@ def test_a_server_that_was_given_weights_is_given_them_again_at_its_next_start(d
 def test_a_server_that_was_left_suspended_goes_on_when_it_is_started(dialect: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S), ModelServer(dialect) as server:
-            server._running.clear()
+            server.running.clear()
             engine = engine_at(server.url, dialect)
             await engine.start(weights())
             assert len((await engine.generate(a_request(tokens_max=2))).tokens) == 2
@@ -668,7 +668,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_one_table_describes_several_servers() -> None:
     settings = EngineSettings(name="server", count=3, kind="openai", url="http://node-{number}:8000/")
     engine = OpenAIEngine(settings, 2)
-    assert (engine.name, engine._url) == ("server-2", "http://node-2:8000")
+    assert (engine.name, engine.url) == ("server-2", "http://node-2:8000")
 
 
 # ---- behind a gateway ----

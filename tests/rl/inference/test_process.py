@@ -397,7 +397,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(published: list[Weights]) -> N
 
     async def test() -> None:
         start = asyncio.create_task(engine.start(published[0]))
-        await until(lambda: engine._child is not None and engine._child.alive)
+        await until(lambda: engine.alive)
         pid = engine.pid
         with pytest.raises(EngineDied, match="being started"):
             await engine.generate(request(1))

@@ -10,7 +10,6 @@ import pytest
 from tangram.errors import InvalidConfig, ManagerError
 from tangram.files.atomic_directory import remove_whole
 from tangram.rl.buffer.sample_buffer import BufferState
-from tangram.rl.runs import checkpoints as pinned_checkpoint
 from tangram.rl.runs.checkpoints import (
     VANISHED_MAX,
     DamagedCheckpoint,
@@ -54,7 +53,7 @@ def no_warning(words: str) -> None:
 def deleted_first(checkpoints: Path, then: Callable[[], None]) -> Callable[[Path, Path], None]:
     """In place of the linking: whatever is to be held is deleted before, and then something else happens."""
 
-    def link(file: Path, to: Path) -> None:
+    def link(to: Path, file: Path) -> None:
         remove_whole(checkpoints / file.relative_to(checkpoints).parts[0])
         then()
         raise FileNotFoundError(file)
@@ -84,22 +83,20 @@ def test_it_stays_whole_when_its_run_deletes_it(
 def test_if_it_is_gone_before_it_is_held_the_newest_is_taken_then(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = pinned_checkpoint._link
+    link = Path.hardlink_to
 
     def saved_meanwhile() -> None:
         saved(checkpoints, 30)
-        monkeypatch.setattr(pinned_checkpoint, "_link", link)
+        monkeypatch.setattr(Path, "hardlink_to", link)
 
-    monkeypatch.setattr(pinned_checkpoint, "_link", deleted_first(checkpoints, saved_meanwhile))
+    monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, saved_meanwhile))
     with held_newest(checkpoints, no_warning) as found:
         assert found.path.name == folder_name(30)
 
 
 def test_there_is_an_end_to_checkpoints_that_vanish(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(30, 1000))
-    monkeypatch.setattr(
-        pinned_checkpoint, "_link", deleted_first(checkpoints, lambda: void(saved(checkpoints, next(steps))))
-    )
+    monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, lambda: void(saved(checkpoints, next(steps)))))
     with (
         pytest.raises(ManagerError, match=f"{VANISHED_MAX} checkpoints in a row were deleted"),
         held_newest(checkpoints, no_warning),
@@ -113,7 +110,7 @@ def void(_: object) -> None:
 
 
 def test_one_that_is_named_and_gone_is_said_to_be(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_checkpoint, "_link", deleted_first(checkpoints, lambda: None))
+    monkeypatch.setattr(Path, "hardlink_to", deleted_first(checkpoints, lambda: None))
     with (
         pytest.raises(InvalidConfig, match="checkpoint: expected one that is there: its run has just deleted it"),
         held(checkpoints / folder_name(10)),

@@ -314,15 +314,13 @@ def test_weights_that_are_gone_before_an_engine_has_read_them_are_passed_over(
     asyncio.run(whole())
 
 
-def test_what_is_too_old_is_not_played_again_by_weights_that_are_as_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_old_is_not_played_again_by_weights_that_are_as_old(tmp_path: Path) -> None:
     """Engines that take long to read weights write by old ones meanwhile."""
     trainer = FakeTrainer(step_s=0.0)
 
     async def whole() -> None:
         async with leaving_no_task(settings_of(steps=10, evaluations=0, step_s=0.0005), tmp_path, trainer) as made:
-            monkeypatch.setattr(made.engine, "_fetch_s", 0.1)
+            made.engine.fetch_s = 0.1
             await made.training.run()
             attempts = [int(request.session.rpartition(".")[2]) for request in made.engine.asked]
             assert max(attempts) <= 3, "one for each update, and not one after the other"

@@ -166,7 +166,7 @@ class Between:
         self.lose_answers = 0
         """So many answers are lost on their way back."""
         self.cuts = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         parts = urlsplit(self.target)
@@ -176,8 +176,8 @@ class Between:
             writer.close()
             return
         back = asyncio.create_task(self._back(there[0], writer))
-        self._tasks.add(back)
-        back.add_done_callback(self._tasks.discard)
+        self.tasks.add(back)
+        back.add_done_callback(self.tasks.discard)
         with contextlib.suppress(OSError):
             sent = b""
             while data := await reader.read(1 << 16):
@@ -211,7 +211,7 @@ async def between() -> AsyncIterator[Between]:
         yield way
     finally:
         server.close()
-        await until(lambda: not way._tasks)
+        await until(lambda: not way.tasks)
 
 
 CUTS: dict[str, Callable[[bytes], bool]] = {

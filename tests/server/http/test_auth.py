@@ -65,26 +65,19 @@ def test_a_token_is_found_by_its_hash_and_by_nothing_else(monkeypatch: pytest.Mo
         compared.append((one, other))
         return one == other
 
-    class Keys(dict):  # type: ignore[type-arg]
-        """Says what it was asked for."""
-
-        looked_up: list[bytes] = []  # noqa: RUF012
-
-        def get(self, key: bytes, default: object = None) -> object:
-            self.looked_up.append(key)
-            return super().get(key, default)
-
     monkeypatch.setattr(hmac, "compare_digest", compare)
 
     async def main() -> None:
-        runs = Runs(Facts(), (), ADMIN_TOKEN)
-        token = (await runs.make("a", RunRequest())).token
-        runs._caller_by_hash = Keys(runs._caller_by_hash)
+        facts = Facts()
+        token = (await Runs(facts, (), ADMIN_TOKEN).make("a", RunRequest())).token
+        [(_, token_hash, record)] = facts.written
+        assert token_hash == hashlib.sha256(token.encode()).digest()
+        runs = Runs(facts, (Run(name="a", token_hash=token_hash, record=record),), ADMIN_TOKEN)
         found = runs.caller(token)
         assert found is not None and (found.run, found.admin) == ("a", False)
         for wrong in (token[:-1], token + "x", token[: len(PREFIX)], token.upper(), ADMIN_TOKEN[:-1], "é", "\ud800"):
             assert runs.caller(wrong) is None
-            assert Keys.looked_up[-1] == hashlib.sha256(wrong.encode(errors="surrogatepass")).digest()
+            assert compared[-1][0] == hashlib.sha256(wrong.encode(errors="surrogatepass")).digest()
         assert runs.caller(ADMIN_TOKEN) is ANYBODY
         # The one comparison is of hashes, in constant time.
         assert compared and all(len(one) == len(other) == 32 for one, other in compared)
@@ -230,12 +223,14 @@ def test_wrong_tokens_are_slowed_down_by_address() -> None:
     assert guesses.wait_s("1.2.3.4") == 0.0
 
 
-def test_guesses_from_ever_new_addresses_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_guesses_from_ever_new_addresses_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "ADDRESSES_MAX", 100)
     guesses = Guesses(lambda: 0.0)
     for number in range(1000):
-        guesses.wrong(str(number))
-    assert len(guesses._buckets) == 100
+        for _ in range(int(FAILURES_BURST)):
+            guesses.wrong(str(number))
+    waiting = [number for number in range(1000) if guesses.wait_s(str(number)) > 0.0]
+    assert waiting == list(range(900, 1000))
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

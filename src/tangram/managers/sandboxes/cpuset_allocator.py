@@ -49,6 +49,10 @@ class Cores:
         self._load: dict[int, float] = dict.fromkeys(cpus, 0.0)
         self._placed: dict[str, _Placed] = {}
 
+    def load_by_cpu(self) -> dict[int, float]:
+        """Milli-cores that the actions on each CPU ask of it."""
+        return dict(self._load)
+
     def place(
         self, action: str, *, width: int, reserved: int, cells: Iterable[int] = ()
     ) -> tuple[tuple[int, ...], Moves]:

@@ -62,6 +62,12 @@ def register(name: str, task: Any = None) -> Any:
     return task
 
 
+def unregister(name: str) -> None:
+    """Frees a name that `register` took, so that another task may have it. Raises InvalidConfig if it has none."""
+    if _task_by_name.pop(name, None) is None:
+        raise InvalidConfig("name", name, "one that is registered")
+
+
 def names() -> tuple[str, ...]:
     """All that `resolve` knows besides import paths."""
     return (*BUILT_IN, *sorted(_task_by_name))

@@ -168,7 +168,8 @@ class TrainingProgress:
     ) -> None:
         self.so_far = TrainingSoFar(settings)
         self._quiet = quiet
-        self._console = console
+        self.console = console
+        """Where it writes; None until the first line: then that of stderr."""
         self._clock = clock
         self._line_every_s = line_every_s
         self._lock = threading.RLock()
@@ -240,11 +241,11 @@ class TrainingProgress:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = self._console or Console(stderr=True)
-        if self._console.is_terminal:
+        self.console = self.console or Console(stderr=True)
+        if self.console.is_terminal:
             self._live = Live(
                 get_renderable=self.render,
-                console=self._console,
+                console=self.console,
                 refresh_per_second=DRAWS_PER_S,
                 transient=True,
                 redirect_stdout=False,
@@ -273,8 +274,8 @@ class TrainingProgress:
 
     def _put(self, line: str) -> None:
         """Not while this thread has the lock: a screen that is drawn meanwhile waits for it, and has the console."""
-        assert self._console is not None
-        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        assert self.console is not None
+        self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def line(self) -> str:
         """All of it in one."""
@@ -287,8 +288,8 @@ class TrainingProgress:
         """The screen."""
         from tangram.rl.observe.training_screen import screen
 
-        assert self._console is not None
-        fancy = self._console.encoding.lower().startswith("utf")
-        size = self._console.size
+        assert self.console is not None
+        fancy = self.console.encoding.lower().startswith("utf")
+        size = self.console.size
         with self._lock:
             return screen(self.so_far, self.in_stages(), self.elapsed_s(), size.width, size.height, fancy=fancy)

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -26,9 +27,9 @@ from tangram.core.messages import Grant, Share
 from tangram.errors import FileFailed, InvalidConfig, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.sandboxes.docker import DockerManager
-from tangram.managers.sandboxes.docker.engine import _version_prefix
+from tangram.managers.sandboxes.docker.engine import version_prefix
 from tangram.managers.sandboxes.docker.output_framing import Marked
-from tangram.managers.sandboxes.docker.owners import is_dead, own_name
+from tangram.managers.sandboxes.docker.owners import SANDBOX, is_dead, own_name
 from tangram.managers.work import KIB, MIB, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
 from tangram.processes.streams import STDOUT, Output
 
@@ -98,8 +99,9 @@ class Desk:
         return executed.stdout.decode()
 
     def inspect(self, box: str = "box") -> Any:
-        name = self.manager._containers[box].name
-        return json.loads(self.engine.ask("GET", f"/containers/{name}/json")[1])
+        filters = quote(json.dumps({"label": [f"{SANDBOX}={box}"]}))
+        [found] = json.loads(self.engine.ask("GET", f"/containers/json?all=true&filters={filters}")[1])
+        return json.loads(self.engine.ask("GET", f"/containers/{found['Id']}/json")[1])
 
 
 @contextlib.asynccontextmanager
@@ -806,10 +808,20 @@ def test_without_an_engine_the_error_says_what_to_start(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_spoken_to_in_a_version_that_it_knows() -> None:
-    assert _version_prefix({"ApiVersion": "1.41", "MinAPIVersion": "1.12"}) == "/v1.41"
-    assert _version_prefix({"ApiVersion": "1.52", "MinAPIVersion": "1.44"}) == "/v1.44"
+    assert version_prefix({"ApiVersion": "1.41", "MinAPIVersion": "1.12"}) == "/v1.41"
+    assert version_prefix({"ApiVersion": "1.52", "MinAPIVersion": "1.44"}) == "/v1.44"
     with pytest.raises(ManagerError, match=r"at least 1\.41"):
-        _version_prefix({"ApiVersion": "1.40", "MinAPIVersion": "1.12"})
+        version_prefix({"ApiVersion": "1.40", "MinAPIVersion": "1.12"})
+
+
+async def until_closed(desk: Desk) -> None:
+    """The manager refuses all work until it is connected to the engine again."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with contextlib.suppress(ManagerError):
+                await desk.do(Close())
+                return
+            await asyncio.sleep(0.01)
 
 
 @needs_own_engine
@@ -824,8 +836,7 @@ def test_an_engine_that_ends_loses_what_ran_and_no_more() -> None:
             with pytest.raises(ManagerError):
                 await desk.run("true")
             await asyncio.to_thread(mortal.start)
-            await until(lambda: manager._heard.is_set())
-            await desk.do(Close())
+            await until_closed(desk)
             await desk.do(Open(spec=SMALL))
             assert await desk.text("echo anew") == "anew\n"
 

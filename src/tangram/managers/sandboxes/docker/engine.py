@@ -122,7 +122,7 @@ class Engine:
             timeout=aiohttp.ClientTimeout(total=REQUEST_S),
         )
         try:
-            self._prefix = _version_prefix(await self.json("GET", "/version", what="say its version"))
+            self._prefix = version_prefix(await self.json("GET", "/version", what="say its version"))
         except BaseException:
             await self.close()
             raise
@@ -224,7 +224,8 @@ class Engine:
         return Streams(reader, writer)
 
 
-def _version_prefix(answer: Json) -> str:
+def version_prefix(answer: Json) -> str:
+    """Of the paths of all requests, by the answer of `/version`. Raises ManagerError for an engine that is too old."""
     newest = _version(answer["ApiVersion"])
     oldest = _version(answer.get("MinAPIVersion", answer["ApiVersion"]))
     if newest < API_VERSION:

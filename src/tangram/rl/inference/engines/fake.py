@@ -63,7 +63,8 @@ class FakeEngine:
         self._prefill_s_per_token = prefill_s_per_token
         self._token_s = token_s
         self._start_s = start_s
-        self._fetch_s = fetch_s
+        self.fetch_s = fetch_s
+        """Seconds that reading weights takes."""
         self._update_s = update_s
         self._inside: dict[str, _Served] = {}
         self._resident: dict[str, int] = {}
@@ -111,10 +112,10 @@ class FakeEngine:
 
     async def fetch(self, weights: Weights) -> None:
         self.fetched.append(weights.version)
-        await self._take(self._fetch_s)
+        await self._take(self.fetch_s)
         self._require_alive()
         self._refuse_if_told("fetch")
-        self._seconds["update"] += self._fetch_s
+        self._seconds["update"] += self.fetch_s
 
     async def suspend(self) -> None:
         await self._take(0.0)

@@ -137,7 +137,8 @@ class OpenAIEngine:
         self.shortcoming = "it was not started"
         """Why it does not train; empty if it does."""
         self._dialect = DIALECTS[dialect]
-        self._url = settings.url.replace("{number}", str(number)).rstrip("/")
+        self.url = settings.url.replace("{number}", str(number)).rstrip("/")
+        """Of the server, without a slash at the end."""
         self._model = model
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._temperature = temperature
@@ -178,7 +179,7 @@ class OpenAIEngine:
 
     async def _begin(self, weights: Weights) -> None:
         if self._line is None:
-            self._line = Line(self._url, self._headers, silent_s_max=self._silent_s_max, may_speak=self._may_speak)
+            self._line = Line(self.url, self._headers, silent_s_max=self._silent_s_max, may_speak=self._may_speak)
         if not self._model and self._dialect.path.startswith("/v1/"):
             self._model = await self._first_model()
         missing = await self._no_control()
@@ -322,7 +323,7 @@ class OpenAIEngine:
             except _Busy as busy:
                 tried = min(tried + 1, TRIES)
                 if self._may_speak() and time.monotonic() - max(began_s, self._heard_s) >= busy_s_max:
-                    reason = f"{self._url} had no place for anybody for {busy_s_max:g} s: it said {busy}"
+                    reason = f"{self.url} had no place for anybody for {busy_s_max:g} s: it said {busy}"
                     raise NoPlace(self.name, reason, None) from busy
                 await line.pause(busy.wait_s + pause_s(tried, PAUSE_S, PAUSE_S_MAX))
 
@@ -331,9 +332,9 @@ class OpenAIEngine:
         try:
             await asyncio.wait_for(self._probed(line, 1.0), PROBE_S_MAX)
         except (ManagerError, TimeoutError):
-            return EngineDied(self.name, f"{self._url} failed {TRIES} times and then a probe: it said {last}", None)
+            return EngineDied(self.name, f"{self.url} failed {TRIES} times and then a probe: it said {last}", None)
         return RequestRefused(
-            self.name, f"{self._url} failed this request {TRIES} times and answers others: it said {last}"
+            self.name, f"{self.url} failed this request {TRIES} times and answers others: it said {last}"
         )
 
     async def _asked(self, line: Line, request: Request, heard: Heard) -> None:
@@ -354,24 +355,24 @@ class OpenAIEngine:
         except LineClosed as error:
             raise EngineDied(self.name, CLOSED, heard.so_far()) from error
         except OddEnd as error:
-            raise RequestRefused(self.name, f"{self._url} {error}") from error
+            raise RequestRefused(self.name, f"{self.url} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
             reached = isinstance(error, aiohttp.ServerDisconnectedError)
             kind = EngineDied if reached else Unreachable
-            raise kind(self.name, f"{self._url} cannot be reached: {error}", heard.so_far()) from error
+            raise kind(self.name, f"{self.url} cannot be reached: {error}", heard.so_far()) from error
         except TextAlone as error:
-            raise EngineDied(self.name, f"{self._url} {TEXT_ALONE}", heard.so_far()) from error
+            raise EngineDied(self.name, f"{self.url} {TEXT_ALONE}", heard.so_far()) from error
         except TimeoutError as error:
-            reason = f"{self._url} said nothing for {self._silent_s_max:g} s"
+            reason = f"{self.url} said nothing for {self._silent_s_max:g} s"
             raise EngineDied(self.name, reason, heard.so_far()) from error
         except (aiohttp.ClientError, OSError) as error:
-            reason = f"{self._url} broke off: {type(error).__name__}: {error}"
+            reason = f"{self.url} broke off: {type(error).__name__}: {error}"
             raise EngineDied(self.name, reason, heard.so_far()) from error
         except NONSENSE as error:
-            reason = f"{self._url} said what makes no sense: {type(error).__name__}: {str(error)[:SHOWN]}"
+            reason = f"{self.url} said what makes no sense: {type(error).__name__}: {str(error)[:SHOWN]}"
             raise EngineDied(self.name, reason, heard.so_far()) from error
         if heard.finish is None:
-            raise EngineDied(self.name, f"{self._url} ended its answer before the end", heard.so_far())
+            raise EngineDied(self.name, f"{self.url} ended its answer before the end", heard.so_far())
 
     def _may_speak(self) -> bool:
         """Whether a silence of `silent_s_max` that ends now is the server's own: while it is suspended it says
@@ -385,12 +386,12 @@ class OpenAIEngine:
         if status >= FAILED:
             raise _Failed(said)
         if status in SET_UP:
-            reason = f"{self._url}{self._dialect.path} is set up wrongly, it said {said}; look at url, model and key"
+            reason = f"{self.url}{self._dialect.path} is set up wrongly, it said {said}; look at url, model and key"
             raise EngineDied(self.name, reason, None)
         if 400 <= status < FAILED:
             hint = "; lower context_max of [[engines]] to what it takes" if ABOUT_LENGTH.search(text) else ""
-            raise RequestRefused(self.name, f"{self._url}{self._dialect.path} refused the request: {said}{hint}")
-        raise EngineDied(self.name, f"{self._url} said {said}", None)
+            raise RequestRefused(self.name, f"{self.url}{self._dialect.path} refused the request: {said}{hint}")
+        raise EngineDied(self.name, f"{self.url} said {said}", None)
 
     async def _abort(self, request: Request) -> None:
         if not self._dialect.abort or not self._alive:
@@ -408,7 +409,7 @@ class OpenAIEngine:
         except (KeyError, IndexError, TypeError):
             name = None
         if not isinstance(name, str):
-            raise ManagerError(f"{self._url}/v1/models names no model: {str(answer)[:SHOWN]}", retry=False)
+            raise ManagerError(f"{self.url}/v1/models names no model: {str(answer)[:SHOWN]}", retry=False)
         return name
 
     async def _load(self, weights: Weights) -> None:
@@ -429,12 +430,12 @@ class OpenAIEngine:
         for path, body in calls:
             answer = await self._call("POST", path, body)
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise ManagerError(f"{self._url}{path} failed: {str(answer.get('message'))[:SHOWN]}")
+                raise ManagerError(f"{self.url}{path} failed: {str(answer.get('message'))[:SHOWN]}")
 
     async def _call(self, method: str, path: str, body: Any, *, seconds_max: float = CONTROL_S_MAX) -> Any:
         answer = await self._http.request(
             method,
-            self._url + path,
+            self.url + path,
             timeout_s=seconds_max,
             bytes_max=ANSWER_BYTES_MAX,
             headers=self._headers,
@@ -443,7 +444,7 @@ class OpenAIEngine:
         if answer.status in MISSING:
             raise _Missing(f"{answer.status} to {method} {path}")
         if not answer.ok:
-            raise ManagerError(f"{self._url}{path} said {answer.status}: {answer.text[:SHOWN]}")
+            raise ManagerError(f"{self.url}{path} said {answer.status}: {answer.text[:SHOWN]}")
         with contextlib.suppress(ManagerError):
             return answer.json()
         return None  # some answer a control call with a word or with nothing
@@ -461,9 +462,9 @@ class OpenAIEngine:
             self._tells_logprobs = False
             return "it tells no log-probabilities"
         except TimeoutError as error:
-            raise ManagerError(f"{self._url} did not answer a probe within {PROBE_S_MAX:g} s") from error
+            raise ManagerError(f"{self.url} did not answer a probe within {PROBE_S_MAX:g} s") from error
         except RequestRefused as error:
-            raise ManagerError(f"{self._url} refuses a probe of {len(PROBE)} tokens: {error}", retry=False) from error
+            raise ManagerError(f"{self.url} refuses a probe of {len(PROBE)} tokens: {error}", retry=False) from error
         if self._temperature in (0.0, 1.0) or await self._is_scaled(line, found):
             return ""
         return (
@@ -488,14 +489,14 @@ class OpenAIEngine:
         try:
             await self._admitted(line, request, heard, PROBE_BUSY_S_MAX)
         except _Failed as failure:
-            raise ManagerError(f"{self._url} failed: {failure}") from failure
+            raise ManagerError(f"{self.url} failed: {failure}") from failure
         if not heard.generation().tokens:
-            raise ManagerError(f"{self._url} wrote nothing when it was asked for one token", retry=False)
+            raise ManagerError(f"{self.url} wrote nothing when it was asked for one token", retry=False)
         return heard.generation()
 
     def _require_alive(self) -> Line:
         if not self._alive or self._line is None:
-            raise EngineDied(self.name, f"{self._url} is not connected", None)
+            raise EngineDied(self.name, f"{self.url} is not connected", None)
         return self._line
 
     def _count(self, **more: float) -> None:

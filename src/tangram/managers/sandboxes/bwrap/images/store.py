@@ -177,7 +177,7 @@ class ImageStore:
             self._host = Image(name=HOST_IMAGE, layers=(layer,), binds_usr=True, shell=shell)
         return self._host
 
-    def _register(self, image: Image) -> Image:
+    def register(self, image: Image) -> Image:
         """From now on its name means this image. The one that had the name stays, under another."""
         _require_layers(image)
         with self._guard():
@@ -208,7 +208,7 @@ class ImageStore:
             raise InvalidConfig("image", str(path), f"a directory apart from the store at {self.root}")
         if not os.path.isdir(real):  # noqa: ASYNC240 - one look at a local disk
             raise InvalidConfig("image", str(path), "a directory")
-        return self._register(await self._fit(Image(name=str(real), layers=(str(real),))))
+        return self.register(await self._fit(Image(name=str(real), layers=(str(real),))))
 
     async def add_tar(self, path: Path, *, name: str = "") -> Image:
         """An image that `docker save` or an OCI tool wrote: a tar, also gzipped, or a directory with an OCI layout.
@@ -222,7 +222,7 @@ class ImageStore:
             if image is None:
                 image = await self._add_archive(real, name)
                 self.remember(key, image)
-            return self._register(image)
+            return self.register(image)
 
     async def _add_archive(self, path: Path, name: str) -> Image:
         async with self._part() as part:

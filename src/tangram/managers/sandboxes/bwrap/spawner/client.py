@@ -91,7 +91,7 @@ class Left(msgspec.Struct, frozen=True):
     """Those whose shell ended with their owner, or with one before it, and whose callers do not know it."""
 
 
-class _Greeting(msgspec.Struct):
+class Greeting(msgspec.Struct):
     """What a spawner says to the next owner. Only `protocol` is the same in all versions."""
 
     protocol: int
@@ -217,7 +217,7 @@ class Spawning:
                 raise ManagerError(
                     f"the spawner that held it is of another version of Tangram: protocol {protocol}, not {PROTOCOL}"
                 )
-            found = msgspec.json.decode(greeting, type=_Greeting)
+            found = msgspec.json.decode(greeting, type=Greeting)
         except msgspec.MsgspecError as error:
             raise ManagerError(f"the spawner that held it cannot be understood: {error}") from error
         self._number = found.number
