@@ -211,7 +211,7 @@ async def test_a_process_whose_first_thread_has_ended_is_ended_too(bench: Bench,
     lease = await box.start(("python3", "threads.py", marker), output=lambda stream, data: said.append(data))
     pid = lease.child.pid  # type: ignore[attr-defined]
     await until(lambda: (found := look_up(pid)) is not None and found.state == b"Z")
-    assert said == [b"ready\n"]
+    await until(lambda: said == [b"ready\n"])
     found = look_up(pid)
     assert found is not None
     assert found.living
