@@ -2,12 +2,17 @@
 
 Property tests use the profile `ci` unless HYPOTHESIS_PROFILE names another: the same examples in every run, so that a
 red test is red again on the next machine. HYPOTHESIS_PROFILE=dev searches at random and remembers what failed.
+
+Tests marked `docker` start Docker engines. `make test-docker` selects them and sets TANGRAM_DOCKER_TESTS=1; then a
+missing engine is a failure. They are below DOCKER_TESTS, because the collection of all tests takes longer.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says nothing here about the code: tests share machines of unknown speed, and timing
@@ -17,3 +22,18 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", UNTIMED, derandomize=True, database=None, max_examples=100, print_blob=True)
 settings.register_profile("dev", UNTIMED, derandomize=False, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+DOCKER_TESTS = ("tests/contracts", "tests/managers/sandboxes/docker")
+"""Folders with tests that are marked `docker`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent.parent
+    for item in items:
+        if not item.get_closest_marker("docker"):
+            continue
+        if not any(item.path.is_relative_to(root / folder) for folder in DOCKER_TESTS):
+            raise pytest.UsageError(f"{item.nodeid} is marked `docker`; make test-docker runs only {DOCKER_TESTS}")
+        if os.environ.get("TANGRAM_DOCKER_TESTS") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs a Docker engine: run make test-docker"))
