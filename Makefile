@@ -33,7 +33,7 @@ export PIP_NO_INPUT := 1
 # worker of the tests rewrites all assertions: collecting the tests then takes 27 s of CPU time per worker, not 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run mixed test test-cgroup-v2 lint bench docs clean
+.PHONY: help run mixed test test-docker test-cgroup-v2 lint bench docs clean
 help: ## list the verbs
 	@echo "make VERB [ARGS=...]"
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
@@ -48,7 +48,10 @@ mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools
 # mostly start processes.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 2 : 8)))
 test: $(STAMP) $(SYSTEM) $(BROWSER) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
-	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not docker" $(ARGS)
+
+test-docker: $(STAMP) $(SYSTEM) ## run the tests that need a Docker engine, on private engines; ARGS as for test
+	@$(VENV)/bin/python -m tools.docker_tests -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-cgroup-v2: $(STAMP) $(SYSTEM) ## run tests on a kernel with cgroup v2, in a virtual machine; ARGS as for test
 	@tools/test-cgroup-v2 $(ARGS)

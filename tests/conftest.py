@@ -2,6 +2,9 @@
 
 Property tests use the profile `ci` unless HYPOTHESIS_PROFILE names another: the same examples in every run, so that a
 red test is red again on the next machine. HYPOTHESIS_PROFILE=dev searches at random and remembers what failed.
+
+Tests marked `docker` start Docker engines. `make test-docker` selects them and sets TANGRAM_DOCKER_TESTS=1; then a
+missing engine is a failure. They are below DOCKER_TESTS, because the collection of all tests takes longer.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell starts its background jobs with SIGINT ignored, and ignored signals are inherited: tests of interrupts would
@@ -29,3 +34,18 @@ def pytest_collection_finish() -> None:
     """Exempts the test modules and their imports from garbage collection: a full collection would visit all of them."""
     gc.collect()
     gc.freeze()
+
+
+DOCKER_TESTS = ("tests/contracts", "tests/managers/sandboxes/docker")
+"""Folders with tests that are marked `docker`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent.parent
+    for item in items:
+        if not item.get_closest_marker("docker"):
+            continue
+        if not any(item.path.is_relative_to(root / folder) for folder in DOCKER_TESTS):
+            raise pytest.UsageError(f"{item.nodeid} is marked `docker`; make test-docker runs only {DOCKER_TESTS}")
+        if os.environ.get("TANGRAM_DOCKER_TESTS") != "1":
+            item.add_marker(pytest.mark.skip(reason="needs a Docker engine: run make test-docker"))

@@ -46,6 +46,7 @@ Factory = Callable[[Path], Awaitable[Manager]]
 class Kind(NamedTuple):
     factory: Factory
     runs_programs: bool = True
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
 async def fake(root: Path) -> Manager:
@@ -76,7 +77,7 @@ MANAGERS: dict[str, Kind] = {
     "fake": Kind(fake, runs_programs=False),
     "process": Kind(process),
     "sandbox": Kind(sandbox),
-    "docker": Kind(docker_manager),
+    "docker": Kind(docker_manager, marks=(pytest.mark.docker,)),
 }
 
 
@@ -105,7 +106,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bench" in metafunc.fixturenames:
         real = any(metafunc.definition.iter_markers("needs_programs"))
-        names = [name for name, kind in MANAGERS.items() if kind.runs_programs or not real]
+        names = [
+            pytest.param(name, marks=kind.marks) for name, kind in MANAGERS.items() if kind.runs_programs or not real
+        ]
         metafunc.parametrize("bench", names, indirect=True)
 
 

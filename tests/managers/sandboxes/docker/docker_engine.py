@@ -2,7 +2,7 @@
 
 Owns one dockerd and all that it starts. Never touches an engine of the machine, and no registry is asked: the image is
 made of programs of this machine. Promises that after `stop` nothing is left: no process, no mount, no control group
-and no file.
+and no file. `make test-docker` also cleans up after a test process that was killed before it could call `stop`.
 
     python tests/managers/sandboxes/docker/docker_engine.py
 
@@ -25,18 +25,19 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tangram.managers.sandboxes.docker import DockerManager
 
 START_S = 20.0
 STOP_S = 20.0
 """Each takes a fraction of a second on a machine that has nothing else to do."""
+
+PREFIX = "tangram-docker-"
+"""Of the directory of an engine, whose name is also that of its control group."""
 
 IMAGE = "tangram-test:host"
 """Bash and the usual small programs of this machine."""
@@ -69,6 +70,17 @@ PROGRAMS = (
 BARE_PROGRAMS = ("sh", "sleep", "cat")
 DIRECTORIES = ("bin", "dev", "etc", "proc", "sys", "tmp", "usr")
 
+PRIVATE_MOUNTS = """
+for d in run opt; do
+  mkdir -p "$0/$d" "$0/$d.work"
+  mount -t overlay -o "lowerdir=/$d,upperdir=$0/$d,workdir=$0/$d.work" overlay "/$d"
+done
+if [ -d /etc/docker ]; then mount -t tmpfs none /etc/docker; fi
+for n in subuid subgid; do if [ -e "$0/$n" ]; then mount --bind "$0/$n" /etc/$n; fi; done
+exec "$@"
+"""
+"""No option of dockerd moves what it and containerd write to /run, /opt and /etc/docker."""
+
 
 def why_not() -> str:
     """Why no engine can be started here; empty when it can."""
@@ -88,13 +100,23 @@ class PrivateEngine:
         """Own process ids too, as of an engine on another machine."""
         self._maps_users = maps_users
         """Root in a container is nobody outside."""
-        self.directory = Path(tempfile.mkdtemp(prefix="tangram-docker-", dir="/tmp"))
+        self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         self.socket = str(self.directory / "docker.sock")
         self._cgroup = self.directory.name
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of dockerd, unless its processes are hidden."""
+        assert self._process is not None and not self._hides_processes
+        return self._process.pid
+
     def start(self) -> None:
         (self.directory / "daemon.json").write_text("{}")  # not the one of the machine
+        if self._maps_users:
+            self.directory.chmod(0o711)
+            for name in ("subuid", "subgid"):
+                (self.directory / name).write_text("daemon:200000:65536\n")
         # It ends with this process. Mounts of its own: they vanish with its last process, however that ends.
         unshare = ["setpriv", "--pdeathsig", "TERM", "unshare", "--mount"]
         if self._hides_processes:
@@ -102,7 +124,7 @@ class PrivateEngine:
             unshare += ["--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.directory / "log", "wb") as log:
             self._process = subprocess.Popen(
-                [*unshare, *self._mapping(), "dockerd", *self._options()],
+                [*unshare, "sh", "-ec", PRIVATE_MOUNTS, str(self.directory), "dockerd", *self._options()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -128,16 +150,6 @@ class PrivateEngine:
             *("--storage-driver=overlay2", "--exec-opt=native.cgroupdriver=cgroupfs"),
             *(["--userns-remap=daemon:daemon"] if self._maps_users else []),
         ]
-
-    def _mapping(self) -> list[str]:
-        """Sees ranges of users that only it sees."""
-        if not self._maps_users:
-            return []
-        self.directory.chmod(0o711)
-        for name in ("subuid", "subgid"):
-            (self.directory / name).write_text("daemon:200000:65536\n")
-        script = 'for n in subuid subgid; do mount --bind "$0/$n" /etc/$n; done; exec "$@"'
-        return ["sh", "-ec", script, str(self.directory)]
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError):
@@ -187,41 +199,52 @@ class PrivateEngine:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._kill_rest()
-        self._remove_cgroups()
+        # The command lines of containerd and its shims contain the path of the directory.
+        path = f"{self.directory}/".encode()
+        kill_all(lambda pid: path in read_proc(pid, "cmdline"), {self._cgroup})
 
-    def _kill_rest(self) -> None:
-        """What names our directory in its command line is ours: containerd and the shims of an engine that died."""
-        give_up = time.monotonic() + STOP_S
-        while left := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._owns(pid)]:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._thaw()
-            if time.monotonic() > give_up:
-                raise RuntimeError(f"processes {left} of the engine could not be killed")
-            time.sleep(0.01)
 
-    def _owns(self, pid: int) -> bool:
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            group = Path(f"/proc/{pid}/cgroup").read_text()
-        except OSError:
-            return False
-        return pid != os.getpid() and (f"{self.directory}/".encode() in command or f"/{self._cgroup}/" in group)
+def kill_all(owns: Callable[[int], bool], cgroups: Collection[str]) -> None:
+    """Kills the processes that `owns` selects and those of the control groups, which it removes."""
+    names = [f"/{name}/".encode() for name in cgroups]
+    give_up = time.monotonic() + STOP_S
+    while left := [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if pid != os.getpid() and (owns(pid) or any(name in read_proc(pid, "cgroup") for name in names))
+    ]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for name in cgroups:
+            thaw(name)
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"processes {left} of the engine could not be killed")
+        time.sleep(0.01)
+    for name in cgroups:
+        remove_cgroup(name)
 
-    def _thaw(self) -> None:
-        """Who stands still in a container dies only when it runs."""
-        for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
-            for file in Path("/sys/fs/cgroup").glob(f"*/{self._cgroup}/*/{name}"):
-                with contextlib.suppress(OSError):
-                    file.write_text(word)
 
-    def _remove_cgroups(self) -> None:
-        for root in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").iterdir()):
-            for below, _, _ in os.walk(root / self._cgroup, topdown=False):
-                with contextlib.suppress(FileNotFoundError):
-                    os.rmdir(below)
+def read_proc(pid: int, name: str) -> bytes:
+    """Empty: there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def thaw(cgroup: str) -> None:
+    """Frozen processes die only once they run."""
+    for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+        for file in Path("/sys/fs/cgroup").glob(f"*/{cgroup}/*/{name}"):
+            with contextlib.suppress(OSError):
+                file.write_text(word)
+
+
+def remove_cgroup(cgroup: str) -> None:
+    for root in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").iterdir()):
+        for below, _, _ in os.walk(root / cgroup, topdown=False):
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(below)
 
 
 def children(pid: int) -> list[int]:
@@ -262,6 +285,8 @@ def libraries(programs: list[str]) -> list[str]:
 @contextlib.contextmanager
 def private_engine(*, hides_processes: bool = False, maps_users: bool = False) -> Iterator[PrivateEngine]:
     """With both images in it."""
+    if reason := why_not():
+        raise RuntimeError(reason)
     engine = PrivateEngine(hides_processes=hides_processes, maps_users=maps_users)
     engine.start()
     try:
@@ -276,8 +301,6 @@ def private_engine(*, hides_processes: bool = False, maps_users: bool = False) -
 def shared_engine() -> str:
     """The socket of an engine for as long as this process lives, kept by a process of its own: whatever becomes of this
     one, that one sees the end of its input and cleans up."""
-    if (reason := why_not()) and os.environ.get("TANGRAM_DOCKER_TESTS") != "1":
-        pytest.skip(reason)
     keeper = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -290,9 +313,7 @@ def shared_engine() -> str:
 
 
 async def docker_manager(root: Path) -> DockerManager:
-    """For the contract suite, which takes more than a minute with it. It keeps nothing below the directory."""
-    if os.environ.get("TANGRAM_DOCKER_TESTS") != "1":
-        pytest.skip("the contract suite runs on containers only with TANGRAM_DOCKER_TESTS=1")
+    """For the contract suite. It keeps nothing below the directory."""
     return DockerManager(socket=shared_engine(), image=IMAGE)
 
 

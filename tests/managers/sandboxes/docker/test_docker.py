@@ -1,13 +1,16 @@
-"""The docker manager, on a private engine: real containers, made of programs of this machine."""
+"""The docker manager, on a private engine: real containers, made of programs of this machine.
+
+`make test-docker` runs these tests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
-import itertools
 import json
 import os
+import signal
 import sys
 import tarfile
 import time
@@ -17,9 +20,14 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.managers.sandboxes.docker.docker_engine import BARE_IMAGE, IMAGE, PrivateEngine, private_engine, why_not
+from tests.managers.sandboxes.docker.docker_engine import (
+    BARE_IMAGE,
+    IMAGE,
+    PrivateEngine,
+    children,
+    private_engine,
+    read_proc,
+)
 
 from tangram.core.action import Action
 from tangram.core.demand import Demand, cores
@@ -27,30 +35,28 @@ from tangram.core.messages import Grant, Share
 from tangram.errors import FileFailed, InvalidConfig, ManagerError
 from tangram.managers.base import Lease
 from tangram.managers.sandboxes.docker import DockerManager
-from tangram.managers.sandboxes.docker.engine import version_prefix
-from tangram.managers.sandboxes.docker.output_framing import Marked
-from tangram.managers.sandboxes.docker.owners import SANDBOX, is_dead, own_name
+from tangram.managers.sandboxes.docker.engine import Engine
+from tangram.managers.sandboxes.docker.owners import SANDBOX
 from tangram.managers.work import KIB, MIB, Close, Commit, Ended, Exec, Executed, Open, SandboxSpec, Work
 from tangram.processes.streams import STDOUT, Output
 
+pytestmark = pytest.mark.docker
+
 WAIT_S = 30.0
 """For a condition that should come true at once."""
-WANTED = os.environ.get("TANGRAM_DOCKER_TESTS") == "1"
-"""Then no test is left out: without an engine they fail, and those run that need an engine of their own."""
-needs_own_engine = pytest.mark.skipif(not WANTED, reason="an engine of its own is started with TANGRAM_DOCKER_TESTS=1")
 SMALL = SandboxSpec(memory_bytes=64 * MIB)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[PrivateEngine]:
-    with started_engine() as started:
+    with private_engine() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def hiding_engine() -> Iterator[PrivateEngine]:
     """Its processes are not seen from here, as those of an engine in a virtual machine."""
-    with started_engine(hides_processes=True) as started:
+    with private_engine(hides_processes=True) as started:
         yield started
 
 
@@ -58,14 +64,6 @@ def hiding_engine() -> Iterator[PrivateEngine]:
 def _quick_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs here that do not end when they are asked to never will."""
     monkeypatch.setattr("tangram.managers.sandboxes.docker.processes.STOP_GRACE_S", 0.3)
-
-
-@contextlib.contextmanager
-def started_engine(*, hides_processes: bool = False, maps_users: bool = False) -> Iterator[PrivateEngine]:
-    if (reason := why_not()) and not WANTED:
-        pytest.skip(reason)
-    with private_engine(hides_processes=hides_processes, maps_users=maps_users) as started:
-        yield started
 
 
 class Desk:
@@ -218,7 +216,6 @@ def test_usage_counts_what_a_program_burnt(engine: PrivateEngine) -> None:
     play(engine, burn)
 
 
-@needs_own_engine
 def test_usage_is_told_from_inside_where_processes_are_not_seen(hiding_engine: PrivateEngine) -> None:
     play(hiding_engine, burn)
 
@@ -347,7 +344,6 @@ def test_stop_outruns_a_program_that_forks_all_the_time(engine: PrivateEngine) -
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, processes_max=60))
 
 
-@needs_own_engine
 def test_stop_works_from_inside_where_processes_are_not_seen(hiding_engine: PrivateEngine) -> None:
     async def scene(desk: Desk) -> None:
         await desk.run("sleep 2200 &")
@@ -565,7 +561,6 @@ def test_root_is_refused_where_it_would_be_root_of_the_machine(engine: PrivateEn
     play(engine, scene, None)
 
 
-@needs_own_engine
 def test_root_of_an_engine_that_maps_users_is_nobody_outside() -> None:
     async def scene(desk: Desk) -> None:
         shown = await desk.text("id -u; echo $HOME; touch /bin/mine ~/mine; cat /proc/self/uid_map")
@@ -574,7 +569,7 @@ def test_root_of_an_engine_that_maps_users_is_nobody_outside() -> None:
         await desk.manager.write("box", "d/file", b"1", mode=0o600)
         assert await desk.text("stat -c %u d d/file") == "0\n0\n"
 
-    with started_engine(maps_users=True) as engine:
+    with private_engine(maps_users=True) as engine:
         play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, user="root"))
 
 
@@ -694,6 +689,102 @@ def test_a_commit_can_be_opened_and_goes_with_its_owner(engine: PrivateEngine) -
     play(engine, scene, SandboxSpec(memory_bytes=64 * MIB, env={"OURS": "secret"}))
 
 
+@pytest.fixture
+def delayed_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event of the end of a container never arrives."""
+    on_event = DockerManager._on_event  # noqa: SLF001, no engine delays its events on request
+
+    def without_end(self: DockerManager, event: Any) -> None:
+        if event["Action"] != "die":
+            on_event(self, event)
+
+    monkeypatch.setattr(DockerManager, "_on_event", without_end)
+
+
+async def kill(desk: Desk) -> None:
+    """Returns when the engine knows that the container has ended."""
+    await asyncio.to_thread(desk.engine.ask, "POST", f"/containers/{desk.inspect()['Id']}/kill")
+    await until(lambda: not desk.inspect()["State"]["Running"])
+
+
+async def require_no_commit(desk: Desk) -> None:
+    with pytest.raises(ManagerError, match="is gone") as caught:
+        await desk.do(Commit(image="none"))
+    assert not caught.value.retry
+    assert owned_images(desk.engine) == []
+    with pytest.raises(ManagerError, match="no image"):
+        await desk.do(Open(spec=SandboxSpec(image="none")), "second")
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.usefixtures("delayed_end")
+def test_a_commit_fails_once_the_container_has_ended(
+    engine: PrivateEngine, hiding_engine: PrivateEngine, visible: bool, busy: bool
+) -> None:
+    """Before the manager gets the event of its end. An engine commits containers that have ended."""
+
+    async def scene(desk: Desk) -> None:
+        if busy:
+            await desk.start(Exec(command="sleep 3400"))
+        await kill(desk)
+        await require_no_commit(desk)
+        desk.manager._containers["box"].lose("the event arrives")  # noqa: SLF001, see delayed_end
+
+    play(engine if visible else hiding_engine, scene)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.usefixtures("delayed_end")
+def test_a_commit_fails_if_the_container_ends_while_it_is_copied(
+    engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    request = Engine.json
+
+    async def scene(desk: Desk) -> None:
+        async def request_and_kill(self: Engine, method: str, path: str, **options: Any) -> Any:
+            reply = await request(self, method, path, **options)
+            if path == "/commit":
+                await kill(desk)
+            return reply
+
+        monkeypatch.setattr(Engine, "json", request_and_kill)
+        if busy:
+            await desk.start(Exec(command="sleep 3401"))
+        await require_no_commit(desk)
+        desk.manager._containers["box"].lose("the event arrives")  # noqa: SLF001, see delayed_end
+
+    play(engine, scene)
+
+
+def test_every_operation_fails_once_the_first_process_exits(engine: PrivateEngine) -> None:
+    """Before the engine notices: containerd, which reports the end to it, is stopped."""
+
+    async def scene(desk: Desk) -> None:
+        manager, first = desk.manager, desk.inspect()["State"]["Pid"]
+        lease = await desk.start(Exec(command="sleep 3402"))
+        (containerd,) = [pid for pid in children(engine.pid) if b"containerd" in read_proc(pid, "cmdline")]
+        os.kill(containerd, signal.SIGSTOP)
+        try:
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: not read_proc(first, "cmdline"))
+            for operation in (
+                desk.do(Commit(image="none")),
+                desk.do(Exec(command="true")),
+                manager.read("box", "/bin/sh", bytes_max=MIB),
+                manager.write("box", "file", b"content", mode=0o644),
+                manager.list("box", "/"),
+                manager.delete("box", "file"),
+            ):
+                with pytest.raises(ManagerError, match="is gone: its first process has ended"):
+                    await asyncio.wait_for(operation, WAIT_S)
+        finally:
+            os.kill(containerd, signal.SIGCONT)
+        assert (await asyncio.wait_for(lease.wait(), WAIT_S)).lost
+
+    play(engine, scene)
+
+
 def test_a_remembered_image_outlives_its_owner_until_it_is_forgotten(engine: PrivateEngine) -> None:
     async def make() -> None:
         async with opened(engine) as desk:
@@ -783,35 +874,7 @@ def test_what_a_dead_owner_left_is_swept_and_what_a_living_one_has_is_not(engine
     asyncio.run(whole())
 
 
-def test_an_owner_of_whom_nothing_is_known_lives() -> None:
-    name = own_name()
-    host, boot, namespace, pid, started, nonce = name.split("/")
-    assert not is_dead(name)
-    assert is_dead("/".join([host, boot, namespace, pid, str(int(started) + 1), nonce])), "its number is another's now"
-    assert is_dead("/".join([host, "another-boot", namespace, pid, started, nonce]))
-    assert not is_dead("/".join(["another-host", boot, namespace, pid, "1", nonce]))
-    assert not is_dead("/".join([host, boot, "another-namespace", pid, "1", nonce]))
-    assert not is_dead("someone")
-
-
 # ---- the engine -----------------------------------------------------------------------------------------------------
-
-
-def test_without_an_engine_the_error_says_what_to_start(tmp_path: Path) -> None:
-    async def whole() -> None:
-        with pytest.raises(ManagerError, match="systemctl start docker") as caught:
-            async with DockerManager(socket=str(tmp_path / "none.sock")):
-                pass
-        assert not caught.value.retry
-
-    asyncio.run(whole())
-
-
-def test_an_engine_is_spoken_to_in_a_version_that_it_knows() -> None:
-    assert version_prefix({"ApiVersion": "1.41", "MinAPIVersion": "1.12"}) == "/v1.41"
-    assert version_prefix({"ApiVersion": "1.52", "MinAPIVersion": "1.44"}) == "/v1.44"
-    with pytest.raises(ManagerError, match=r"at least 1\.41"):
-        version_prefix({"ApiVersion": "1.40", "MinAPIVersion": "1.12"})
 
 
 async def until_closed(desk: Desk) -> None:
@@ -824,7 +887,6 @@ async def until_closed(desk: Desk) -> None:
             await asyncio.sleep(0.01)
 
 
-@needs_own_engine
 def test_an_engine_that_ends_loses_what_ran_and_no_more() -> None:
     async def whole(mortal: PrivateEngine) -> None:
         async with DockerManager(socket=mortal.socket, image=IMAGE) as manager:
@@ -840,38 +902,5 @@ def test_an_engine_that_ends_loses_what_ran_and_no_more() -> None:
             await desk.do(Open(spec=SMALL))
             assert await desk.text("echo anew") == "anew\n"
 
-    with started_engine() as mortal:
+    with private_engine() as mortal:
         asyncio.run(whole(mortal))
-
-
-# ---- marks ----------------------------------------------------------------------------------------------------------
-
-
-def fed(token: str, chunks: list[bytes]) -> tuple[bytes, Marked]:
-    marked = Marked(token)
-    return b"".join([*(marked.feed(chunk) for chunk in chunks), marked.rest()]), marked
-
-
-@given(
-    st.binary(max_size=40),
-    st.lists(
-        st.sampled_from([b"text", b"\0", b"\0end ", b"\0end t ", b"\0end t 1", b"\0end t 1 2 x\n", b"\n"]), max_size=8
-    ),
-    st.lists(st.integers(0, 200), max_size=10),
-)
-def test_however_a_stream_is_cut_the_same_stands_between_its_marks(
-    before: bytes, output: list[bytes], cuts: list[int]
-) -> None:
-    inner = b"".join(output)
-    whole = before + b"\0begin t 5 0\n" + inner + b"\0end t 7 12 99\n" + b"after"
-    places = sorted({min(cut, len(whole)) for cut in cuts} | {0, len(whole)})
-    got, marked = fed("t", [whole[at:to] for at, to in itertools.pairwise(places)])
-    assert got == inner
-    assert (marked.exit_code, marked.cpu_us, marked.peak_bytes, marked.shell_ended) == (7, 7, 99, False)
-
-
-def test_a_stream_without_an_end_is_passed_on_to_its_last_byte() -> None:
-    got, marked = fed("t", [b"\0begin t 0 0\nabc\0end t 1"])
-    assert (got, marked.exit_code) == (b"abc\0end t 1", None)
-    got, marked = fed("t", [b"cannot start"])
-    assert (got, marked.stray) == (b"", b"cannot start")

@@ -33,6 +33,7 @@ from tangram.managers.sandboxes.cgroups.hierarchies import CONTROLLERS_V1, CONTR
 from tangram.managers.sandboxes.docker.engine import Engine, EngineRefused, to_its_end
 from tangram.managers.sandboxes.docker.shells import Session
 from tangram.managers.work import SandboxSpec
+from tangram.processes.process_tree import Process, look_up
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +119,8 @@ AGENT = 61_999
 """The user that programs run as."""
 HOLDER = 61_998
 """The user of the program that holds the container: what runs in it cannot signal it."""
+PF_EXITING = 0x4
+"""In the flags of a process that exits."""
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,9 +194,14 @@ class Container:
         self._paused = False
         self._lock = asyncio.Lock()
         self._last = Reading()
+        self._first_pid = 0
+        self._first_process: Process | None = None
+        """None: it has not started, or its processes are not visible from here."""
 
     def started(self, pid: int, cpu: Cpu) -> None:
         self.meter = Meter(self.id, pid)
+        self._first_pid = pid
+        self._first_process = look_up(pid) if self.meter.group is not None else None
         self._cpu = cpu
         """What the engine was told last."""
         self._all_cpus = cpu.cpuset
@@ -210,8 +218,35 @@ class Container:
         return 0 if self.spec.user == "root" else AGENT
 
     def require(self) -> None:
-        if self.gone.done():
-            raise ManagerError(f"sandbox {self.sandbox} is gone: {self.gone.result()}", retry=False)
+        """Raises ManagerError once the end of the container is known, or its first process exits. The event of the
+        engine follows later, by seconds if the engine lags."""
+        if self.gone.done() or self._exits():
+            reason = self.gone.result() if self.gone.done() else "its first process has ended"
+            raise ManagerError(f"sandbox {self.sandbox} is gone: {reason}", retry=False)
+
+    def _exits(self) -> bool:
+        """False where the processes of the container are not visible."""
+        first = self._first_process
+        if first is None:
+            return False
+        now = look_up(first.pid)
+        return now is None or now.started != first.started or not now.living or bool(now.flags & PF_EXITING)
+
+    async def require_running(self) -> None:
+        """Raises ManagerError like `require`, and also if the engine reports that the container has ended, or runs
+        again after an end."""
+        self.require()
+        try:
+            description = await self._engine.json("GET", f"/containers/{self.id}/json", what="describe a container")
+        except EngineRefused as error:
+            if error.status != NOT_FOUND:
+                raise
+            self.lose("its container was removed")
+        else:
+            state = description["State"]
+            if not state["Running"] or state["Pid"] != self._first_pid:
+                self.lose(f"its container ended with exit code {state['ExitCode']}")
+        self.require()
 
     def lose(self, why: str) -> None:
         if not self.gone.done():

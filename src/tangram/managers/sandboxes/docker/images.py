@@ -8,6 +8,7 @@ stays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -83,19 +84,50 @@ class Images:
     # ---- making ----
 
     async def commit(self, container: Container, name: str) -> None:
-        """Programs in it stand still meanwhile."""
+        """Programs in it stand still meanwhile. Raises ManagerError if the container has ended: an engine commits one
+        that has, with files that a killed program may have written in part. The image gets its name last, so that no
+        name refers to such an image."""
         matched = _COMMIT_NAME.fullmatch(name)
         repository = matched[1] if matched else f"name-{_hash(name)}"
         tag = (matched and matched[2]) or "latest"
-        query = {"container": container.id, "repo": f"{REPOSITORY}/{repository}", "tag": tag, "pause": "false"}
-        body = {"Labels": {OWNER: self._owner, IMAGE: name}}
-        async with container.still():
-            made = await to_its_end(
-                self._engine.json("POST", "/commit", what="commit a container", query=query, body=body)
-            )
-        self._committed[name] = made["Id"]
+        image = ""
+        try:
+            image = await self._commit(container, name)
+            query = {"repo": f"{REPOSITORY}/{repository}", "tag": tag}
+            await to_its_end(self._engine.json("POST", f"/images/{image}/tag", what="name an image", query=query))
+        except BaseException as error:
+            if image:
+                await to_its_end(self._discard(image))
+            if isinstance(error, EngineRefused):
+                await container.require_running()  # its end says more than what the engine refused for it
+            raise
+        self._committed[name] = image
         assert container.image.programs is not None
-        self.learn(msgspec.structs.replace(container.image, id=made["Id"]), container.image.programs)
+        self.learn(msgspec.structs.replace(container.image, id=image), container.image.programs)
+
+    async def _commit(self, container: Container, name: str) -> str:
+        """The id of an image without a name."""
+        query = {"container": container.id, "pause": "false"}
+        body = {"Labels": {OWNER: self._owner, IMAGE: name}}
+        image = ""
+        try:
+            async with container.still():
+                made = await to_its_end(
+                    self._engine.json("POST", "/commit", what="commit a container", query=query, body=body)
+                )
+                image = str(made["Id"])
+                # A container that runs after the copy ran throughout.
+                await container.require_running()
+        except BaseException:
+            if image:
+                await to_its_end(self._discard(image))
+            raise
+        return image
+
+    async def _discard(self, image: str) -> None:
+        """If the engine does not answer, the image is removed with those of its owner."""
+        with contextlib.suppress(ManagerError):
+            await self._remove(image)
 
     async def add(self, path: str) -> str:
         """A root directory is imported and goes with its owner; a tar of images is loaded and stays."""
