@@ -33,7 +33,7 @@ export PIP_NO_INPUT := 1
 # worker of the tests rewrites all assertions: collecting the tests then takes 27 s of CPU time per worker, not 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run mixed test test-docker test-cgroup-v2 lint bench docs clean
+.PHONY: help run mixed test test-slow test-docker test-cgroup-v2 lint bench docs clean
 help: ## list the verbs
 	@echo "make VERB [ARGS=...]"
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)$$/  \1\t\2/p' Makefile | expand -t 18
@@ -47,8 +47,11 @@ mixed: $(STAMP) $(SYSTEM) ## run coding, search and distillation on shared pools
 # Two more than there are cores, because tests wait for processes too; bounded, because on a large machine they would
 # mostly start processes.
 WORKERS = $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 2 : 8)))
-test: $(STAMP) $(SYSTEM) $(BROWSER) ## run all tests, or those that ARGS selects: ARGS="tests/core -x"
-	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not docker" $(ARGS)
+test: $(STAMP) $(SYSTEM) $(BROWSER) ## run the tests, or those that ARGS selects: ARGS="tests/core -x"
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not docker and not slow" $(ARGS)
+
+test-slow: $(STAMP) $(SYSTEM) $(BROWSER) ## run the tests of whole programs: examples, benchmarks, kills; ARGS as for test
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
 
 test-docker: $(STAMP) $(SYSTEM) ## run the tests that need a Docker engine, on private engines; ARGS as for test
 	@$(VENV)/bin/python -m tools.docker_tests -n $(WORKERS) --dist worksteal $(ARGS)

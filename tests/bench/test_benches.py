@@ -15,6 +15,8 @@ from tangram.core.messages import cpu_node
 from tangram.sim.simulate import simulate
 from tangram.sim.workloads import build
 
+pytestmark = pytest.mark.slow
+
 CODING = coding.Sizes(batch=36, cores=(16, 64), trace_cores=(16,), learning_cores=16, seeds=2)
 ELASTIC = elastic.Sizes(
     loads=(0.7, 0.9),

@@ -28,6 +28,8 @@ from tangram.sim.compare import Setup, Source, compare
 from tangram.sim.recordings import recorded_size
 from tangram.sim.trace_summary import replay, survey
 
+pytestmark = pytest.mark.slow
+
 SMALL = Sizes(groups=1, siblings=3, think_faster=150.0, seeds=1)
 """Numbers of so small a run mean nothing; everything else about them is as it should be."""
 

@@ -13,6 +13,8 @@ from tangram.bench import BenchResult, affinity, redundancy, rollout, serverless
 from tangram.rl.inference.affinity import BANDWIDTH, COMPUTE
 from tangram.sim.serving_model import QWEN3_8B
 
+pytestmark = pytest.mark.slow
+
 ROLLOUT = rollout.Sizes(
     environments=4, turns=3, latency_s=0.01, spreads=(0.5,), seeds=1, heavy_seeds=1, failures=0.5, layers=1, width=16
 )

@@ -9,6 +9,8 @@ import pytest
 from tangram.bench.redundancy import turns_of
 from tangram.bench.rollout import Waits, ideal
 
+pytestmark = pytest.mark.slow
+
 
 def test_waits_are_made_of_the_seed_and_have_the_mean_and_spread_that_is_said() -> None:
     waits = Waits(latency_s=0.4, spread=0.3, turns=200)

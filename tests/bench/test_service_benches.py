@@ -28,6 +28,8 @@ from tangram.managers.fake import CALLS_MAX, FakeManager
 from tangram.managers.work import Exec
 from tangram.runtime.wire import AnyWork, Reply
 
+pytestmark = pytest.mark.slow
+
 HTTP = http.Sizes(clients=4, round_s=0.2, rounds=2, singles=10, waiting=30, embedded=200, others=4)
 DURABILITY = durability.Sizes(actions=40, kills=1, clients=2, at_once=4)
 SOAK = soak.Sizes(seconds=1.0, warm_s=0.3, remembered=20, clients=1)

@@ -10,6 +10,8 @@ import pytest
 from tangram.bench import step
 from tangram.rl.rollout.records import Ending, Span, Stage, Trajectory
 
+pytestmark = pytest.mark.slow
+
 if os.environ.get("CI") != "true":
     pytest.importorskip("torch")
 

@@ -12,6 +12,8 @@ from tangram.bench import ladder, learning
 from tangram.bench.base import Findings
 from tangram.rl.train.records import Evaluated, TaskStep, Trained
 
+pytestmark = pytest.mark.slow
+
 TINY = ladder.Sizes(seeds=1, groups=2, members=2, steps=3, latency_s=0.001, epochs=1, score=0.0)
 
 

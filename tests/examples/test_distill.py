@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, str(Path(__file__).parents[2] / "examples" / "distill" / "distill.py")]
 DEADLINE_S = 600.0
 """A hang is a failure. PyTorch is imported by several processes at once."""

@@ -18,6 +18,8 @@ import pytest
 
 from tangram.bench.reservation import usual_backend
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "examples" / "mixed"
 COMMAND = [sys.executable, str(FOLDER / "mixed.py")]
 RUNS = {"coding", "search", "distillation"}

@@ -24,6 +24,8 @@ from tangram.rl.train.records import Began, Noticed, Over, Trained, Warmed
 
 pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 BATCH = 2
 DEADLINE_S = 180.0

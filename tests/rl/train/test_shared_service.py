@@ -20,6 +20,8 @@ pytest.importorskip("torch", reason="PyTorch is an extra, which is not installed
 
 from tangram.rl.train.pipeline import train
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH = 5, 2
 KILLED_AFTER = (1, 3)
 """Steps."""

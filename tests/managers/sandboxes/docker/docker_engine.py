@@ -248,9 +248,9 @@ def remove_cgroup(cgroup: str) -> None:
 
 
 def children(pid: int) -> list[int]:
-    with contextlib.suppress(FileNotFoundError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
+    """Of all its threads: the kernel lists a child below the thread that forked it."""
+    found = b" ".join(read_proc(pid, f"task/{thread.name}/children") for thread in Path(f"/proc/{pid}/task").glob("*"))
+    return [int(child) for child in found.split()]
 
 
 def packed(programs: tuple[str, ...]) -> bytes:

@@ -395,7 +395,7 @@ class Container:
             except EngineRefused as error:
                 if not any(words in error.answer for words in ("is already paused", "is not paused")):
                     raise
-                if time.monotonic() > give_up or self.gone.done():
+                if time.monotonic() > give_up or self.gone.done() or self._exits():
                     return
             await asyncio.sleep(LAG_PAUSE_S)
 
