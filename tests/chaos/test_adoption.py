@@ -496,6 +496,7 @@ await asyncio.gather(*(live(number) for number in range(3)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_owner_may_be_killed_at_any_moment(service: Service, seed: int) -> None:
     """While sandboxes open, run, are copied and close. What is back is whole, and nothing else is there."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.chaos.conftest import cgroup_names, children, first_processes, mounts_below, run, seen, spawner, until
 
 import tangram
@@ -110,6 +111,7 @@ def test_hundreds_of_sandboxes_leave_nothing(play: Play, state: Path) -> None:
     play(story)
 
 
+@pytest.mark.slow
 def test_a_thousand_actions_leave_nothing(play: Play, state: Path) -> None:
     async def story(t: tangram.Client) -> None:
         async with contextlib.AsyncExitStack() as stack:

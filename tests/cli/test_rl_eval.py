@@ -150,6 +150,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_of_the_one_that_was_named(cli: 
     assert "policy.checkpoint" not in done.err and "tangram-weights" not in done.err
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own_is_found_where_the_run_found_it(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

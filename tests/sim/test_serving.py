@@ -336,6 +336,7 @@ def test_software_engineering_takes_about_its_published_time() -> None:
 # The fit.
 
 
+@pytest.mark.slow
 def test_the_calibrated_efficiencies_reproduce_the_figure_that_they_were_fitted_to() -> None:
     frozenlake, gem_math = (ratios(task, CALIBRATED, SEEDS) for task in (FROZENLAKE, GEM_MATH))
     assert min(frozenlake) == pytest.approx(FROZENLAKE_RATIO, abs=0.01)
@@ -346,6 +347,7 @@ def test_the_calibrated_efficiencies_reproduce_the_figure_that_they_were_fitted_
     assert all(0.0 < share < 1.0 for one in CALIBRATED.values() for share in (one.prefill, one.decode))
 
 
+@pytest.mark.slow
 def test_the_fit_can_be_run_again() -> None:
     found = fit(seeds=(1,))
     assert min(found.frozenlake) == pytest.approx(FROZENLAKE_RATIO, rel=0.005)
@@ -374,6 +376,7 @@ def test_fleets_that_are_compared_cost_about_the_same() -> None:
         assert max(costs) / min(costs) < 1.04
 
 
+@pytest.mark.slow
 def test_the_mix_by_affinity_beats_either_class_at_equal_cost() -> None:
     few = {"models": (QWEN3_8B,), "warm_up": 32, "ended": 96}
     assert affinity_gains(**few) == affinity_gains(**few)
@@ -391,6 +394,7 @@ def test_an_unknown_reading_of_the_training_devices_is_refused() -> None:
         affinity_gains(training="somewhere")
 
 
+@pytest.mark.slow
 def test_three_nodes_that_prefill_and_one_that_decodes_are_the_worst_split() -> None:
     predictions = split_predictions(seeds=(1,))
     assert [one.split for one in predictions] == ["1P3D", "2P2D", "3P1D"] * 2

@@ -374,6 +374,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_the_judge_pays_for_every_name_of_what_is_right_and_for_no_other(tmp_path: Path) -> None:
     async def main() -> None:

@@ -164,6 +164,7 @@ def within(doing: Any) -> Any:
     return asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_training_happens_once_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_judge, "QUIET_S", 0.0)
     told: list[tuple[float, str]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from tests.server.dashboard.fake_model import Model
 from tests.server.dashboard.fake_service import FakeService
 
@@ -17,6 +18,7 @@ INTERACTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_interaction_with_ten_thousand_actions_shows_a_frame(chromium: str) -> None:
     model = Model()
     model.settle(10_000)

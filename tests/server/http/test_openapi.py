@@ -141,6 +141,7 @@ def live(folder: Path) -> Iterator[str]:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_whatever_the_document_allows_is_answered_as_it_says(tmp_path: Path) -> None:
     try:
         import schemathesis
