@@ -1,4 +1,4 @@
-"""A child process, seen from the process that owns it: one life of it, from its start to its end.
+"""A child process, from its supervisor's side: its start, its heartbeats and its end.
 
 Owns the process, its socket and what is known of its end. Never knows what the messages mean: whoever makes a child of
 it does. Promises that nothing is left of it after its end, nor after a start that failed; that a child which says

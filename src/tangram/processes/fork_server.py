@@ -1,4 +1,4 @@
-"""A nursery: a process that has imported what children need, and forks them when they are asked for.
+"""The fork server: a process that has imported what children need, and forks them on request.
 
 Importing PyTorch takes two seconds of CPU time and 200 MiB of memory; a fork of a process that has imported it is ready
 at once and shares them. Owns that process. Promises that a child is a process like any other, with its own number until

@@ -1,4 +1,4 @@
-"""The process of a nursery: it has imported what children need, and forks them.
+"""The program of the fork server: imports what children need, and forks them.
 
 Owns every child until its owner lets go of its line, a socket of its own: the child's number stays its own until then.
 Decides nothing. Promises that a child has nothing of this process but what was imported, that it dies with it, and that

@@ -5,7 +5,7 @@ Owns the reading of three kinds of csv file, told apart by their header line, be
     tool calls   trajectory,seq,tool,category,think_s,duration_s,cpu_seconds,cpu_cores_max,mem_mb_max
     rewards      task,duration_s                       one run of a task's test suite per line
     requests     day,arrival_s,model,exec_s            one request to a model service per line
-    recording    what `tangram sim --record` wrote; `record.py` says what it is taken to mean
+    recording    what `tangram sim --record` wrote; `sim/recordings.py` says what it is taken to mean
 
 Further columns are ignored. A workload larger or smaller than its trace is drawn by whole trajectory, never by
 action, so what belongs together stays together. Promises InvalidTrace with file and line for whatever is malformed.

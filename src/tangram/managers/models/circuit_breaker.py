@@ -1,4 +1,4 @@
-"""Circuits: a service that keeps failing is left alone for a while.
+"""The circuit breaker: a service that keeps failing gets no calls for a while.
 
 Owns the count of failures in a row. A service whose engine crashes each time would cost every caller a restore and
 evict others for nothing. After FAILURES_MAX of them it is refused until a pause has passed; then one call tries it.

@@ -1,4 +1,4 @@
-"""The sample buffer: which groups may be started, which wait to be trained on, and which are too old for it.
+"""The sample buffer: bounds staleness and applies backpressure between rollout and training.
 
 Owns every group from its start until a step is done with it, and the version from which the next step starts. Pure:
 time comes in as an argument. Never plays or trains.

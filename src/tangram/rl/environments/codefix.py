@@ -20,9 +20,9 @@ given back: whoever waits for memory holds none.
 
 A file of known operators alone, one or several in a place, is all our own text, whoever chose them. Its tests are run
 by a program that stands ready in the sandbox, and a sandbox in which no other code ran is as good as new: within
-`prepare` it is kept for the next episode or verdict (environments/benches.py). A file that does not compile runs
-nothing either. One unread line that does, and from then on each run is a process of its own, and the sandbox is closed
-when it is given back.
+`prepare` it is kept for the next episode or verdict (environments/warm_test_sandboxes.py). A file that does not compile
+runs nothing either. One unread line that does, and from then on each run is a process of its own, and the sandbox is
+closed when it is given back.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class Task(Protocol):
         reward_range   (lowest, highest) sum of the rewards of an episode; (0.0, 1.0) if it is not said
         usual_reward   RewardSettings: where its reward comes from, unless the settings of the rollout say it
         acts_outside   False: it needs no client
-        needs          async, a class method: what a client must be made with (environments/sharing.py)
-        prepare        a class method: an async context manager around all episodes (environments/sharing.py)
+        needs          async, a class method: what a client must be made with (environments/shared_setup.py)
+        prepare        a class method: an async context manager around all episodes (environments/shared_setup.py)
     """
 
     words: ClassVar[tuple[str, ...]]

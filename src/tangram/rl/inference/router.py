@@ -9,10 +9,10 @@ A request goes to the class that its task prefers. There it goes to the engine t
 has its prefix, unless that one has much more to do than another (OVERLOAD); else to the one with the fewest tokens
 outstanding.
 
-Engines start, take weights and die each by itself: see keeper.py. An engine that hangs has to notice it itself while it
-serves; while it starts or takes weights, its keeper does. Weights that no engine takes are nobody's: all go on with
-those that they have. Where some take them and others do not, the others are ended and start with them: nobody would
-notice that two versions write.
+Engines start, take weights and die each by itself: see engine_supervisor.py. An engine that hangs has to notice it
+itself while it serves; while it starts or takes weights, its keeper does. Weights that no engine takes are nobody's:
+all go on with those that they have. Where some take them and others do not, the others are ended and start with them:
+nobody would notice that two versions write.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SESSIONS_MAX = 65_536
 SUSPECT_DEATHS, GIVE_UP_DEATHS = 2, 3
 """Of engines with a request inside. After two it is a suspect, and no two suspects are served at once, so that the
 third death tells the one that kills from those that happened to be there; that one is given up, and its deaths do not
-count against the engines, unless these serve nobody else either (GIVEN_UP_MAX of keeper.py)."""
+count against the engines, unless these serve nobody else either (GIVEN_UP_MAX of engine_supervisor.py)."""
 
 
 class _Home(NamedTuple):

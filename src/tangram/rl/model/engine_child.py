@@ -1,4 +1,4 @@
-"""The process of an engine: takes commands between steps, and answers each request the moment it is done.
+"""The program of an engine process: takes commands between steps, answers requests and sends heartbeats.
 
 Owns a model, its batcher and one end of a socket. The loop takes all commands that are there, never waiting for one
 while there is work, then makes one step, then says what came of it. Commands therefore cost others what they take to be

@@ -1,4 +1,4 @@
-"""The objective: what is learned of a batch, as functions of numbers and tensors.
+"""The objective: advantages, importance weights and the clipped GRPO loss, as functions of numbers and tensors.
 
 Owns advantages, what becomes of trajectories that were cut off and of groups that say nothing, the loss and its
 off-policy correction. Never runs a model, keeps nothing and changes nothing. Promises that the losses of the parts of a

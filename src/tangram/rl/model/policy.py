@@ -1,7 +1,7 @@
 """Policies: models that are trained, ours and those of Hugging Face, behind one interface.
 
 Owns which of the two a checkpoint becomes, and how log-probabilities are made of logits. Never samples and never
-decides what is learned. Promises that the log-probability of a token is that of nn/sampling.py, up to rounding: after
+decides what is learned. Promises that the log-probability of a token is that of sampling.py, up to rounding: after
 the temperature, among the ids that top-k and top-p left. Dropout is off, as it was for what was sampled.
 
 Texts begin at the left and attention is causal: no text depends on the padding behind it or on the texts beside it.
@@ -66,7 +66,7 @@ class Policy(Protocol):
 
 
 class OurPolicy:
-    """One of nn/transformer.py. `for_others`: what serves it reads checkpoints, as servers of others do."""
+    """One of transformer.py. `for_others`: what serves it reads checkpoints, as servers of others do."""
 
     def __init__(self, model: Transformer, *, for_others: bool = False) -> None:
         self.module = model.eval()

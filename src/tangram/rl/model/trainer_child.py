@@ -1,4 +1,4 @@
-"""The process of a trainer: does what it is told, one thing after the other, and publishes what comes of it.
+"""The program of the trainer process: executes commands one by one, publishes weights and sends heartbeats.
 
 Owns the policy that is trained, its learner, and the folder in which weights are published: nobody else publishes
 there. Never decides what is trained on, nor which checkpoint counts. Promises that a command which fails has changed

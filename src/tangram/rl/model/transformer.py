@@ -1,4 +1,4 @@
-"""The transformer: a decoder of the Llama and Qwen2 kind, and the cache of what it has read.
+"""The transformer: a decoder of the Llama and Qwen2 kind, and its KV cache.
 
 Owns its sizes, its arithmetic and where in a cache keys and values lie. Never samples, never schedules and never reads
 a file. Promises that a text gets the same logits from `forward` and from any sequence of `read`s, up to rounding; and

@@ -2,7 +2,7 @@
 
 Owns what happens when. For each step a batch is taken from the buffer, whatever is too old for the next one is stopped,
 the trainer makes a version of it while the rollout goes on, and the engines take it, each between two of its steps,
-with all trajectories kept. The modes differ in when groups begin (feeding.py) and when engines take weights, and in
+with all trajectories kept. The modes differ in when groups begin (dispatcher.py) and when engines take weights, and in
 nothing else. A trainer that dies is started again from the last checkpoint, and samples and engines go back with it.
 """
 

@@ -3,7 +3,7 @@
     over = await train(settings, Path("build/runs/mine"))
     over = await train(settings, Path("build/runs/mine"), resume=True)    # after whatever ended it
 
-Owns what a run is made of, in which order, and that all of it is taken down again. What happens when is training.py;
+Owns what a run is made of, in which order, and that all of it is taken down again. What happens when is loop.py;
 here nothing happens but a beginning, a resumption and an end. Promises that no sample is trained on twice in the
 lineage of the weights that survive, none older than the bound, and none lost without a word, whoever dies meanwhile;
 and that nothing of a run is left but its folder.

@@ -1,6 +1,6 @@
 """What a trainer's process and its owner say to each other, over a socket pair.
 
-Owns the messages; frames.py says how they cross. Every command but the first and the last has a number, which comes
+Owns the messages; processes/framing.py encodes them. Every command but the first and the last has a number, which comes
 back in its one answer; answers come in the order of the commands. Beats come between them.
 """
 

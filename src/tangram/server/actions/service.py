@@ -1,4 +1,4 @@
-"""The desk: where callers of the shared service hand actions in, ask after them and get what came of them.
+"""The action service: tenants submit actions, wait for them, follow their output and cancel them.
 
 Owns what callers know of: actions under way by id, open sandboxes, outputs that are followed. Never lets a caller see
 or touch what is another's. Promises that an action which was acknowledged is in the journal; that the same submission,

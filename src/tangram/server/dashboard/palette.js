@@ -5,7 +5,7 @@ import {attr, putName} from "./dom.js";
 import {word} from "./pixels.js";
 
 export const HIDDEN = "another run";
-/* As in view.py: in place of the names of what the caller may not see. */
+/* As in runtime/views.py: in place of the names of what the caller may not see. */
 
 const COLOURS = 8;
 const FAINT = 46;

@@ -3,7 +3,7 @@
 // that took no time is of an action which ended with a service before this one: how long it took nobody knows.
 
 const BUCKET_S = 5;
-/* As in view.py. */
+/* As in runtime/views.py. */
 
 /** The value below which that part of the sorted numbers lies. */
 export function quantile(sorted, part) {

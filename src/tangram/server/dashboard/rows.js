@@ -5,7 +5,7 @@ export const ROWS_MAX = 20_000;
 
 const [SEQ, ID, RUN, TRAJECTORY, NAME, STATUS, SUBMITTED, GRANTED, ENDED, WAITING, EXECUTION, OVERHEAD, CPU, NODE] =
   Array(14).keys();
-/* The places of the fields of Row in view.py. */
+/* The places of the fields of Row in runtime/views.py. */
 
 export const STATUSES = ["succeeded", "timed_out", "cancelled", "refused", "lost"];
 

@@ -1,4 +1,4 @@
-"""Who calls: runs with a token each, the admin, or anybody on this machine where that is allowed.
+"""Authentication: the tenant of a token, the admin, and rate limits by token bucket.
 
 Owns the tokens, of which only hashes are kept, and what each run may have. Never hands a token out twice. Promises that
 a token tells which run it is and nothing else does, and that how long a wrong one takes to be refused says nothing
@@ -229,7 +229,7 @@ def hash_of(token: str) -> bytes:
 
 
 class Bucket:
-    """So many at once, and so many more per second."""
+    """A token bucket: admits a burst at once, and `per_s` more each second."""
 
     __slots__ = ("_at", "_burst", "_left", "per_s")
 

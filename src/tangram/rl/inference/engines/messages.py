@@ -1,7 +1,7 @@
 """What an engine's process and its owner say to each other, over a socket pair.
 
-Owns the messages; frames.py says how they cross. Commands go in, answers come out, both in the order in which they were
-said.
+Owns the messages; processes/framing.py encodes them. Commands go in, answers come out, both in the order in which they
+were said.
 """
 
 from __future__ import annotations
