@@ -517,7 +517,7 @@ def cuts_of(log: bytes) -> list[int]:
     return sorted({size for size in (*edges, *range(0, len(log), STRIDE)) if 0 <= size <= len(log)})
 
 
-def test_a_log_cut_at_any_byte_is_read_up_to_the_last_whole_commit(memory_path: Path) -> None:
+def test_a_log_cut_at_headers_and_a_stride_is_read_up_to_the_last_whole_commit(memory_path: Path) -> None:
     found(memory_path)
     shrink_pages(memory_path)
     aside = memory_path.with_name("aside")
